@@ -1,0 +1,121 @@
+"""What the engine hands out: deltas while a request runs, the whole completion at its end, and the figures of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended. `STOP`: an end token, stop token or stop string; `LENGTH`: max_tokens or the context."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one chosen token and of the likeliest alternatives, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one of a request's samples.
+
+    `text` excludes stop strings and may be empty while a character or a possible stop string is incomplete.
+    `stop_reason` is the stop string or stop token id that ended the sample, where one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request so far. `num_hit_tokens` of the prompt came from the cache; the rest was computed."""
+
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One step's news of one request. `finished` is true exactly once, on the last."""
+
+    request_id: str
+    deltas: tuple[Delta, ...]
+    usage: Usage
+    finished: bool
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample of an offline `generate`."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta. Mutates this completion."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step of the engine, for metrics. Times are seconds; KV figures are blocks."""
+
+    step_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """A finished request, for metrics. Times are seconds; `itl_s` has one entry per output token after the first."""
+
+    request_id: str
+    finish_reason: FinishReason
+    usage: Usage
+    queue_s: float
+    ttft_s: float | None
+    itl_s: tuple[float, ...]
+    e2e_s: float
+
+
+class EngineObserver(Protocol):
+    """Listens to the engine. Called on the engine's thread: be quick, never block and never raise."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """A forward pass ended."""
+
+    def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """A request started: its prompt has so many tokens, of which so many were hits."""
+
+    def on_finished(self, stats: RequestStats) -> None:
+        """A request ended, for whatever reason."""
