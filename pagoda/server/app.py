@@ -1,0 +1,116 @@
+"""The FastAPI application: the engine's life, who may call, and the routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pagoda.server.auth import ApiKeys
+from pagoda.server.backend import Backend
+from pagoda.server.errors import HttpError, install_handlers
+from pagoda.server.metrics import Metrics
+from pagoda.server.openai import Served, openai_router
+from pagoda.server.version import pagoda_version
+
+MAX_BODY_BYTES = 8 << 20
+
+
+class Lifecycle:
+    """Starts the engine, and stops it once, whoever asks first.
+
+    Stopping must begin when the signal comes, not at the end of the application's lifespan: that waits for the very
+    streams that stopping drains.
+    """
+
+    def __init__(self, engine: Backend, drain_s: float) -> None:
+        self._engine = engine
+        self._drain_s = drain_s
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether requests are no longer admitted."""
+        return self._stopping is not None
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self._engine.start()
+
+    def begin_stop(self) -> asyncio.Task[None]:
+        """Admit nothing more and start draining; the task ends when the engine has stopped."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._engine.stop(self._drain_s))
+        return self._stopping
+
+
+def create_app(
+    engine: Backend,
+    *,
+    api_keys: ApiKeys | None = None,
+    served_model_names: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+    drain_s: float = 10.0,
+) -> FastAPI:
+    """The server of `engine`, which starts and stops with the application.
+
+    Args:
+        api_keys: who may call /v1, and as which tenant; without, everyone may and all share one namespace.
+        served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
+        max_body_bytes: longer bodies are refused with 413.
+        drain_s: how long streams may go on after the server was told to stop.
+    """
+    lifecycle = Lifecycle(engine, drain_s)
+    metrics = Metrics(engine)
+    engine.add_observer(metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await lifecycle.start()
+        yield
+        await lifecycle.begin_stop()
+
+    async def admit(request: Request) -> None:
+        if lifecycle.is_stopping:
+            raise HttpError(503, "shutting_down", "The server is shutting down.")
+        authorization = request.headers.get("authorization")
+        request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
+
+    # No OpenAPI page: bodies are read by hand, so it would list no fields. docs/api.md does.
+    app = FastAPI(title="Pagoda", version=pagoda_version(), lifespan=lifespan, openapi_url=None)
+    app.state.lifecycle = lifecycle
+    install_handlers(app)
+    served = Served(engine, tuple(served_model_names) or (engine.model_name,))
+    app.include_router(openai_router(served, max_body_bytes), prefix="/v1", dependencies=[Depends(admit)])
+    app.include_router(_operations_router(engine, metrics))
+    return app
+
+
+def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        stats = engine.stats()
+        body = {
+            "status": "ok" if engine.is_healthy else "engine stopped",
+            "model": engine.model_name,
+            "requests_running": stats.num_running,
+            "requests_waiting": stats.num_waiting,
+            "kv_blocks_free": stats.num_free_blocks,
+        }
+        return JSONResponse(body, 200 if engine.is_healthy else 503)
+
+    @router.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": pagoda_version()})
+
+    return router

@@ -1,0 +1,115 @@
+"""API keys, and the tenant each one speaks for. The tenant becomes `Scope.namespace`: tenants never share KV."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from pagoda.errors import ConfigError
+from pagoda.server.errors import HttpError
+
+
+class ApiKeys:
+    """A set of keys, kept as digests only.
+
+    Args:
+        tenants: key -> tenant name; several keys may name one tenant.
+
+    Raises:
+        ConfigError: there is no key, or one is empty or not printable ASCII without spaces.
+    """
+
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        if not tenants:
+            raise ConfigError("no API key given")
+        for key in tenants:
+            if not (key and key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError("an API key must be printable ASCII without spaces")
+        self._tenants = [(_digest(key), tenant) for key, tenant in tenants.items()]
+
+    @classmethod
+    def single(cls, key: str) -> ApiKeys:
+        """One key, a tenant of its own."""
+        return cls({key: _own_tenant(key)})
+
+    @classmethod
+    def load(cls, path: Path) -> ApiKeys:
+        """Read a key file.
+
+        A `.toml` file has a `[keys]` table of `tenant = "key"` or `tenant = ["key", "key"]`. Any other file has one
+        key a line, optionally followed by its tenant; `#` starts a comment line. A key without a tenant is a tenant of
+        its own.
+
+        Raises:
+            ConfigError: the file cannot be read or is not of that form.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read API keys from {path}: {error}") from None
+        try:
+            pairs = _toml_pairs(text) if path.suffix == ".toml" else _line_pairs(text)
+            if len(dict(pairs)) != len(pairs):
+                raise ConfigError("a key appears twice")
+            return cls(dict(pairs))
+        except ConfigError as error:
+            raise ConfigError(f"API keys in {path}: {error}") from None
+
+    def namespace(self, authorization: str | None) -> str:
+        """The tenant of an `Authorization: Bearer KEY` header.
+
+        Takes the same time whichever key is given: all digests are compared.
+
+        Raises:
+            HttpError: 401, the header is absent, malformed or holds no known key.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise HttpError(401, "invalid_api_key", "Send your API key in the header: Authorization: Bearer KEY.")
+        given = _digest(key.strip())
+        found = None
+        for digest, tenant in self._tenants:
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        if found is None:
+            raise HttpError(401, "invalid_api_key", "The API key is not known to this server.")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def _own_tenant(key: str) -> str:
+    return "key-" + _digest(key).hex()[:16]
+
+
+def _toml_pairs(text: str) -> list[tuple[str, str]]:
+    try:
+        table = tomllib.loads(text).get("keys")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(table, dict):
+        raise ConfigError("there is no [keys] table")
+    pairs: list[tuple[str, str]] = []
+    for tenant, value in table.items():
+        keys = value if isinstance(value, list) else [value]
+        if not all(isinstance(key, str) for key in keys):
+            raise ConfigError(f"{tenant} must be a string or a list of strings")
+        pairs += [(key, tenant) for key in keys]
+    return pairs
+
+
+def _line_pairs(text: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2:
+            raise ConfigError(f"line {number} must be KEY or KEY TENANT")
+        pairs.append((words[0], words[1] if len(words) == 2 else _own_tenant(words[0])))
+    return pairs

@@ -1,0 +1,76 @@
+"""Exceptions to OpenAI-shaped JSON: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from pagoda.errors import ContextTooLong, MemoryPressure, ModelNotFound, RequestAborted, RequestError
+
+CLIENT_GONE = 499  # nginx's status for an answer nobody waits for; it only reaches logs
+
+
+class HttpError(RequestError):
+    """A refusal with a status and code of its own."""
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+        self.code = code
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and JSON body of an exception. What is not the client's fault says nothing of our insides."""
+    match error:
+        case HttpError():
+            return error.status, _body(str(error), error.param, error.code)
+        case ContextTooLong():
+            return 400, _body(str(error), error.param, "context_length_exceeded")
+        case ModelNotFound():
+            return 404, _body(str(error), error.param or "model", "model_not_found")
+        case RequestAborted():
+            return 503, _body(str(error), None, "request_aborted", type_="server_error")
+        case RequestError():
+            return 400, _body(str(error), error.param, "invalid_value")
+        case MemoryPressure():
+            return 503, _body(
+                f"Out of KV memory: {error}; try again shortly.", None, "overloaded", type_="server_error"
+            )
+        case _:
+            return 500, _body("The server failed to answer; its log says why.", None, None, type_="server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response for an exception."""
+    status, body = describe(error)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
+    return JSONResponse(body, status, headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every failure of `app` leave in the one shape, unknown routes included. Mutates `app`."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return JSONResponse(_body(message, None, None), error.status_code, error.headers)
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(RequestError, on_error)
+    app.add_exception_handler(MemoryPressure, on_error)
+    app.add_exception_handler(Exception, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+
+
+def _body(message: str, param: str | None, code: str | None, type_: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}

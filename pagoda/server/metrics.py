@@ -1,0 +1,102 @@
+"""Prometheus metrics: counters and histograms from the engine's reports, gauges from its state at the scrape.
+
+Names follow what vLLM's dashboards ask for, under the prefix `pagoda_`. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pagoda.engine.outputs import FinishReason, RequestStats, StepStats
+from pagoda.server.backend import Backend
+
+_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_STEP_S = (0.001, *_TOKEN_S)
+_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Metrics:
+    """An EngineObserver with a registry of its own. Its methods run on the engine's thread and only add numbers."""
+
+    def __init__(self, engine: Backend) -> None:
+        registry = self.registry = CollectorRegistry()
+        registry.register(_EngineGauges(engine))
+
+        def counter(name: str, about: str) -> Counter:
+            return Counter(f"pagoda_{name}", about, registry=registry)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"pagoda_{name}_seconds", about, buckets=buckets, registry=registry)
+
+        self._query_tokens = counter("prefix_query_tokens", "Prompt tokens looked up in the prefix cache")
+        self._hit_tokens = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache")
+        self._preemptions = counter("preemptions", "Requests put back in the queue for want of blocks")
+        self._evicted = counter("evicted_blocks", "Cached blocks given up to make room")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._generation_tokens = counter("generation_tokens", "Output tokens of finished requests")
+        self._finished = Counter("pagoda_requests", "Finished requests", ["finish_reason"], registry=registry)
+        for reason in FinishReason:
+            self._finished.labels(reason)
+        self._ttft = histogram("time_to_first_token", "Arrival to first output token", _REQUEST_S)
+        self._tpot = histogram("time_per_output_token", "Mean time per output token after the first", _TOKEN_S)
+        self._itl = histogram("inter_token_latency", "Time between one output token and the next", _TOKEN_S)
+        self._e2e = histogram("e2e_request_latency", "Arrival to end", _REQUEST_S)
+        self._queue = histogram("request_queue_time", "Arrival to first being scheduled", _REQUEST_S)
+        self._step = histogram("step_time", "One forward pass and its bookkeeping", _STEP_S)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Count a step."""
+        self._step.observe(stats.step_s)
+        self._preemptions.inc(stats.num_preempted)
+        self._evicted.inc(stats.num_evicted_blocks)
+
+    def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """Count a prefix lookup."""
+        self._query_tokens.inc(num_query_tokens)
+        self._hit_tokens.inc(num_hit_tokens)
+
+    def on_finished(self, stats: RequestStats) -> None:
+        """Count a finished request."""
+        self._finished.labels(stats.finish_reason).inc()
+        self._prompt_tokens.inc(stats.usage.num_prompt_tokens)
+        self._generation_tokens.inc(stats.usage.num_output_tokens)
+        self._queue.observe(stats.queue_s)
+        self._e2e.observe(stats.e2e_s)
+        if stats.ttft_s is not None:
+            self._ttft.observe(stats.ttft_s)
+        if stats.itl_s:
+            self._tpot.observe(sum(stats.itl_s) / len(stats.itl_s))
+        for seconds in stats.itl_s:
+            self._itl.observe(seconds)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+
+class _EngineGauges(Collector):
+    """Reads the engine at each scrape: a gauge set by steps would go stale when the last request is aborted."""
+
+    def __init__(self, engine: Backend) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing to declare: registering must not ask an engine that has not started."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The gauges now."""
+        stats = self._engine.stats()
+        blocks = GaugeMetricFamily("pagoda_kv_blocks", "KV blocks by state", labels=["state"])
+        blocks.add_metric(["free"], stats.num_free_blocks)
+        blocks.add_metric(["held"], stats.num_held_blocks)
+        blocks.add_metric(["cached"], stats.num_cached_blocks)
+        yield blocks
+        usage = stats.num_held_blocks / stats.num_blocks
+        yield GaugeMetricFamily("pagoda_kv_usage_ratio", "Share of KV blocks that running requests hold", usage)
+        yield GaugeMetricFamily("pagoda_requests_running", "Requests being computed", stats.num_running)
+        yield GaugeMetricFamily("pagoda_requests_waiting", "Requests in the queue", stats.num_waiting)

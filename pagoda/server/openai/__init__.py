@@ -1,0 +1,53 @@
+"""OpenAI's API: the routes under /v1."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pagoda.server.body import read_body
+from pagoda.server.openai.chat import prepare_chat
+from pagoda.server.openai.completions import prepare_completion
+from pagoda.server.openai.respond import Served, respond
+
+__all__ = ["Served", "openai_router"]
+
+
+def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
+    """The routes, without their prefix. They expect the tenant in `request.state.namespace`."""
+    router = APIRouter()
+
+    @router.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        job, wording = await asyncio.to_thread(prepare_chat, served, body, request.state.namespace)
+        return await respond(request, served, job, wording)
+
+    @router.post("/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        job, wording = await asyncio.to_thread(prepare_completion, served, body, request.state.namespace)
+        return await respond(request, served, job, wording)
+
+    @router.get("/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(served, name) for name in served.model_names]})
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> Response:
+        return JSONResponse(_model(served, served.resolve(name)))
+
+    return router
+
+
+def _model(served: Served, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "pagoda",
+        "max_model_len": served.engine.max_model_len,
+    }

@@ -1,0 +1,159 @@
+"""/v1/chat/completions: messages to a prompt, samples to assistant messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pagoda.engine.outputs import Completion, Delta, TokenLogprob
+from pagoda.errors import InvalidRequest
+from pagoda.server.backend import Scope, Tokenizer
+from pagoda.server.body import parse_object
+from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
+from pagoda.server.openai.schema import ChatRequest, validate
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, ChatWording]:
+    """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
+
+    Raises:
+        RequestError: whatever is wrong with it.
+    """
+    request = validate(ChatRequest, parse_object(body))
+    model = served.resolve(request.model)
+    tokenizer = served.engine.tokenizer
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+    params = request.sampling_params(
+        tokenizer.vocab_size,
+        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    messages = normalize_messages(request.messages)
+    tools = request.tools if request.tools and request.tool_choice != "none" else None
+    # The template writes the special tokens itself.
+    prompt = tokenizer.encode(tokenizer.render_chat(messages, tools), add_special_tokens=False)
+    job = Job(
+        id=new_id("chatcmpl"),
+        model=model,
+        prompts=[prompt],
+        params=params,
+        scope=Scope(namespace, request.cache_salt or ""),
+        priority=request.priority,
+        stream=bool(request.stream),
+        include_usage=request.include_usage,
+    )
+    return job, ChatWording(tokenizer)
+
+
+def normalize_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text parts joined by newlines, `developer` as `system`.
+
+    Raises:
+        InvalidRequest: there are none, or one is malformed or holds other than text; `param` says which.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _normalize(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    normal: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    if tool_calls := message.get("tool_calls"):
+        _check_tool_calls(tool_calls, f"{where}.tool_calls")
+        normal["tool_calls"] = tool_calls
+    content = message.get("content")
+    if content is None and role == "assistant" and tool_calls:
+        content = ""
+    normal["content"] = _text(content, f"{where}.content")
+    for name in ("name", "tool_call_id"):
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
+            normal[name] = value
+    return normal
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{where} must be a string or a non-empty list of text parts", param=where)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = f"{kind!r} parts are not supported" if isinstance(kind, str) else "a part must be an object"
+            raise InvalidRequest(f"{where}[{index}]: {shown[:200]}; this model takes text only", param=where)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}[{index}].text must be a string", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _check_tool_calls(tool_calls: Any, where: str) -> None:
+    def well_formed(call: Any) -> bool:
+        function = call.get("function") if isinstance(call, dict) else None
+        return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+
+    if not isinstance(tool_calls, list) or not all(well_formed(call) for call in tool_calls):
+        raise InvalidRequest(f"{where} must be a list of function calls with a name and arguments", param=where)
+
+
+class ChatWording:
+    """Samples as `chat.completion` and `chat.completion.chunk` choices."""
+
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: int) -> Iterable[dict[str, Any]]:
+        """The role, which OpenAI's streams tell first."""
+        delta = {"role": "assistant", "content": ""}
+        yield {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
+        """The new text; the last chunk of a sample may have none."""
+        return {
+            "index": choice,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def whole(self, choice: int, completion: Completion) -> dict[str, Any]:
+        """The assistant's message."""
+        return {
+            "index": choice,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(completion.logprobs),
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        content = [
+            {
+                **self._token(entry.token_id, finite(entry.logprob)),
+                "top_logprobs": [self._token(*pair) for pair in alternatives(entry)],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }

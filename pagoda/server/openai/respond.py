@@ -1,0 +1,178 @@
+"""A validated request through the engine and out, in one piece or as a stream, in the wording of its endpoint."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from pagoda.engine.outputs import Completion, Delta, FinishReason, RequestOutput, TokenLogprob, Usage
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import ModelNotFound, RequestAborted
+from pagoda.server.backend import Backend, Scope
+from pagoda.server.stream import EventStream, merge, until_disconnect
+from pagoda.server.version import pagoda_version
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
+
+
+@dataclass(frozen=True)
+class Served:
+    """The engine and the names that clients may call its model by."""
+
+    engine: Backend
+    model_names: tuple[str, ...]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def resolve(self, name: str | None) -> str:
+        """The served name that a request means; without a name, the first.
+
+        Raises:
+            ModelNotFound: no model of that name is served.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            known = ", ".join(self.model_names)
+            raise ModelNotFound(f"The model {name[:200]!r} is not served here; there is: {known}.", param="model")
+        return name
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`."""
+
+    id: str
+    model: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    scope: Scope
+    priority: int
+    stream: bool
+    include_usage: bool
+
+
+class Wording(Protocol):
+    """How an endpoint says things. One instance serves one answer and may keep state."""
+
+    answer_object: str
+    chunk_object: str
+
+    def opening(self, choice: int) -> Iterable[dict[str, Any]]:
+        """The chunk choices to send before a choice's first delta."""
+
+    def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
+        """The chunk choice of a delta."""
+
+    def whole(self, choice: int, completion: Completion) -> dict[str, Any]:
+        """The choice of a finished sample."""
+
+
+def new_id(prefix: str) -> str:
+    """A new request id."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def respond(request: Request, served: Served, job: Job, wording: Wording) -> Response:
+    """Run a job. A refusal, or the client leaving, raises before any status is sent.
+
+    Raises:
+        RequestError: the engine refuses the job, or it was aborted.
+    """
+    streams = [
+        served.engine.stream(prompt, job.params, request_id=f"{job.id}-{index}", scope=job.scope, priority=job.priority)
+        for index, prompt in enumerate(job.prompts)
+    ]
+    outputs = merge(streams)
+    frame = _Frame(served, job, wording)
+    headers = {"x-request-id": job.id}
+    if job.stream:
+
+        async def first() -> tuple[int, RequestOutput]:
+            return await anext(outputs)
+
+        # The first news comes before the status line, so that a refusal can still be a 400.
+        return EventStream(await until_disconnect(request.receive, first()), outputs, frame, headers)
+
+    async def collect() -> dict[str, Any]:
+        completions = [Completion(choice) for choice in range(len(job.prompts) * job.params.n)]
+        async for prompt_index, output in outputs:
+            frame.count(prompt_index, output)
+            for delta in output.deltas:
+                completions[frame.choice_of(prompt_index, delta)].add(delta)
+        if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
+            raise RequestAborted("The request was aborted: the server is shutting down.")
+        return frame.answer(completions)
+
+    return JSONResponse(await until_disconnect(request.receive, collect()), headers=headers)
+
+
+class _Frame:
+    """The fields around the choices, and the usage. An EventEncoder."""
+
+    def __init__(self, served: Served, job: Job, wording: Wording) -> None:
+        self._job = job
+        self._wording = wording
+        self._usages: dict[int, Usage] = {}
+        self._opened: set[int] = set()
+        self._common = {
+            "id": job.id,
+            "created": int(time.time()),
+            "model": job.model,
+            "system_fingerprint": f"pagoda-{pagoda_version()}-{served.engine.model_name}",
+        }
+
+    def choice_of(self, prompt_index: int, delta: Delta) -> int:
+        return prompt_index * self._job.params.n + delta.index
+
+    def count(self, prompt_index: int, output: RequestOutput) -> None:
+        self._usages[prompt_index] = output.usage
+
+    def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [self._wording.whole(choice, completion) for choice, completion in enumerate(completions)]
+        return {**self._common, "object": self._wording.answer_object, "choices": choices, "usage": self._usage()}
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        self.count(prompt_index, output)
+        for delta in output.deltas:
+            choice = self.choice_of(prompt_index, delta)
+            if choice not in self._opened:
+                self._opened.add(choice)
+                for opening in self._wording.opening(choice):
+                    yield self._chunk([opening])
+            if delta.text or delta.logprobs or delta.finish_reason:
+                yield self._chunk([self._wording.chunk(choice, delta)])
+
+    def closing(self) -> Iterable[dict[str, Any]]:
+        if self._job.include_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._common, "object": self._wording.chunk_object, "choices": choices}
+        return {**chunk, "usage": None} if self._job.include_usage else chunk
+
+    def _usage(self) -> dict[str, Any]:
+        usages = self._usages.values()
+        num_prompt = sum(usage.num_prompt_tokens for usage in usages)
+        num_output = sum(usage.num_output_tokens for usage in usages)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.num_hit_tokens for usage in usages)},
+        }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def alternatives(entry: TokenLogprob) -> list[tuple[int, float]]:
+    """(token id, log-probability) of the likeliest tokens, finite."""
+    return [(token_id, finite(logprob)) for token_id, logprob in entry.top]

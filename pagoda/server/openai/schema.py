@@ -1,0 +1,194 @@
+"""The request fields, their types and bounds, and how they become SamplingParams.
+
+Unknown fields are ignored, as clients send many that change nothing here. A known field that would change the answer if
+it were ignored is refused: see `UNSUPPORTED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import InvalidRequest
+from pagoda.server.errors import HttpError
+
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_CHARS = 1024
+
+# Field -> the values (besides null and what is empty) that ask for nothing special.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "best_of": (),  # completions handle it before this table is looked at
+    "suffix": (),
+    "use_beam_search": (),
+    "length_penalty": (1.0,),
+    "min_tokens": (),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "documents": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": (),
+    "prompt_embeds": (),
+}
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+R = TypeVar("R", bound="GenerationRequest")
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Int64 | None = None
+    stop: StopString | list[StopString] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # Beyond OpenAI's; the names are vLLM's.
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    priority: Int32 = 0
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, vocab_size: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's form of these fields.
+
+        Args:
+            vocab_size: token ids must be below it.
+            max_tokens: `None` is up to the context.
+            logprobs: as SamplingParams'.
+
+        Raises:
+            InvalidRequest: a field is out of range; `param` names it.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
+        same_names = (
+            *("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
+            *("min_p", "repetition_penalty", "ignore_eos", "skip_special_tokens"),
+        )
+        given = {name: value for name in same_names if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's clients write "off" as -1
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
+            logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
+        )
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+def validate(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """The typed request in a JSON object.
+
+    Raises:
+        InvalidRequest: a field is missing, of the wrong type or out of bounds.
+        HttpError: a field asks for what this server cannot do.
+    """
+    for name in UNSUPPORTED.keys() & fields.keys():
+        value = fields[name]
+        if value and value not in UNSUPPORTED[name]:
+            raise HttpError(400, "unsupported_parameter", f"{name} is not supported by this server.", param=name)
+    if fields.get("tool_choice") not in (None, "none", "auto"):
+        message = "tool_choice may only be 'none' or 'auto': this server cannot force or parse tool calls."
+        raise HttpError(400, "unsupported_parameter", message, param="tool_choice")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first_fault(error) from None
+
+
+def check_token_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
+    """`ids`, unchanged.
+
+    Raises:
+        InvalidRequest: one is not in the vocabulary.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise InvalidRequest(f"{param} has a token id outside 0..{vocab_size - 1}", param=param)
+    return ids
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in biases):
+        raise InvalidRequest("logit_bias maps token ids, written as strings, to numbers", param="logit_bias")
+    ids = check_token_ids([int(key) for key in biases], vocab_size, "logit_bias")
+    return dict(zip(ids, biases.values(), strict=True))
+
+
+def _first_fault(error: ValidationError) -> InvalidRequest:
+    """The first field at fault; a union's alternatives are one fault."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    param = str(faults[0]["loc"][0])
+    if faults[0]["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param)
+    messages = dict.fromkeys(
+        fault["msg"].removeprefix("Input should be ") for fault in faults if fault["loc"][0] == param
+    )
+    return InvalidRequest(f"{param} should be {' or '.join(messages)}", param=param)

@@ -1,0 +1,139 @@
+"""From the engine's streams to a client that may leave at any moment.
+
+    engine.stream(prompt 0) ─┐
+    engine.stream(prompt 1) ─┼─ merge() ── (prompt index, RequestOutput) ── EventStream ── socket
+              ...           ─┘                                                 ^ watches for the client leaving
+
+Closing travels the other way: EventStream closes the merged stream, which closes every engine stream, which aborts its
+request and frees its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagoda.engine.outputs import RequestOutput
+from pagoda.errors import RequestAborted
+from pagoda.server.errors import describe
+
+T = TypeVar("T")
+Merged = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Merged:
+    """Interleave streams as (stream index, output). The first error ends them all; closing closes them all."""
+    news: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    news.put_nowait((index, output))
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client leaves. The request's body must have been read.
+
+    Raises:
+        RequestAborted: the client left.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise RequestAborted("the client left")
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventEncoder(Protocol):
+    """Words the engine's news as an endpoint's JSON chunks. May keep state between calls."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """The chunks that tell `output`."""
+
+    def closing(self) -> Iterable[dict[str, Any]]:
+        """The chunks after the last output."""
+
+
+class EventStream(Response):
+    """Server-sent events, one per chunk, ended by `[DONE]`; after an error, by an error event.
+
+    Starlette's StreamingResponse is not used: on some ASGI versions it sees a disconnect only at the next send, which
+    for a request waiting in a queue is minutes away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: tuple[int, RequestOutput], rest: Merged, encoder: EventEncoder, headers: dict[str, str]
+    ) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._encoder = encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream until its end or until the client leaves."""
+        async with aclosing(self._rest):
+            with suppress(RequestAborted):
+                await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+        async def send_events(chunks: Iterable[dict[str, Any]]) -> None:
+            if data := b"".join(event(chunk) for chunk in chunks):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await send_events(self._encoder.chunks(*self._first))
+            async for prompt_index, output in self._rest:
+                await send_events(self._encoder.chunks(prompt_index, output))
+            await send_events(self._encoder.closing())
+            last = b"data: [DONE]\n\n"
+        except Exception as error:
+            # The status has been sent; OpenAI's clients raise on an event that holds an error.
+            last = event(describe(error)[1])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()

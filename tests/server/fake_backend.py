@@ -1,0 +1,229 @@
+"""A backend that computes nothing but behaves: streams, stops, drains, aborts, shares prefixes, reports, keeps count.
+
+Its tokens are UTF-8 bytes (0..255) and two chat markers. Its answer to any prompt is the words of `STORY`, rotated by
+the sample's index; greedy or not makes no difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.engine.outputs import (
+    Delta,
+    EngineObserver,
+    FinishReason,
+    RequestOutput,
+    RequestStats,
+    StepStats,
+    TokenLogprob,
+    Usage,
+)
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import ContextTooLong, InvalidRequest, RequestAborted
+from pagoda.kv.keys import Scope
+
+STORY = "once upon a time a pagoda kept every block it had ever seen. "
+IM_START, IM_END = 256, 257
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1000
+
+
+class FakeTokenizer:
+    vocab_size = 258
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        import threading
+
+        self.threads.add(threading.current_thread().name)
+        ids: list[int] = []
+        for index, part in enumerate(text.split("<|im_start|>")):
+            ids += [IM_START] * (index > 0)
+            for end_index, piece in enumerate(part.split("<|im_end|>")):
+                ids += [IM_END] * (end_index > 0) + list(piece.encode())
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        if messages[-1]["content"] == "unrenderable":
+            raise InvalidRequest("the chat template refuses this", param="messages")
+        text = f"tools: {tools}" if tools else ""
+        text += "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else (b"<|im_start|>", b"<|im_end|>")[token_id - 256]
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    num_blocks: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    block_size: int = BLOCK_SIZE
+
+
+class FakeBackend:
+    model_name = "fake"
+
+    def __init__(self, max_model_len: int = 2048, step_s: float = 0.0) -> None:
+        self.max_model_len = max_model_len
+        self.step_s = step_s
+        self.tokenizer = FakeTokenizer()
+        self.is_healthy = False
+        self.live: dict[str, int] = {}  # request id -> blocks held
+        self.seen: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.num_stops = 0
+        self.held_back = asyncio.Event()  # cleared, requests wait in the queue
+        self.held_back.set()
+        self.failure: Exception | None = None  # raised in the middle of streams
+        self._prompts: dict[Scope, list[list[int]]] = {}
+        self._observers: list[EngineObserver] = []
+        self._draining = False
+        self._kill = False
+
+    async def start(self) -> None:
+        self.is_healthy = True
+
+    async def stop(self, drain_s: float = 10.0) -> None:
+        self.num_stops += 1
+        self._draining = True
+        deadline = time.monotonic() + drain_s
+        while self.live and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        self._kill = True
+        self.is_healthy = False
+
+    def add_observer(self, observer: EngineObserver) -> None:
+        self._observers.append(observer)
+
+    def stats(self) -> FakeStats:
+        held = sum(self.live.values())
+        return FakeStats(NUM_BLOCKS, NUM_BLOCKS - held, held, 0, len(self.live), 0)
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        scope: Scope = Scope(),
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self._draining:
+            raise RequestAborted("the engine is stopping")
+        room = self.max_model_len - len(prompt)
+        if room < (params.max_tokens or 1):
+            raise ContextTooLong(
+                f"{len(prompt)} prompt tokens and {params.max_tokens or 1} to generate exceed the context of "
+                f"{self.max_model_len}"
+            )
+        request_id = request_id or uuid.uuid4().hex
+        self.live[request_id] = -(-len(prompt) // BLOCK_SIZE)
+        self.seen.append(
+            {"id": request_id, "prompt": list(prompt), "params": params, "scope": scope, "priority": priority}
+        )
+        start = time.monotonic()
+        usage, reason = Usage(len(prompt), 0, 0), FinishReason.ABORT
+        try:
+            await self.held_back.wait()
+            num_hit = self._match(scope, list(prompt))
+            for observer in self._observers:
+                observer.on_admitted(len(prompt), num_hit)
+            samples = [_Sample(index, params, room) for index in range(params.n)]
+            while running := [s for s in samples if s.reason is None]:
+                await asyncio.sleep(self.step_s)
+                if self.failure is not None:
+                    raise self.failure
+                deltas = tuple(s.abort() if self._kill else s.step() for s in running)
+                usage = Usage(len(prompt), num_hit, sum(s.num_tokens for s in samples))
+                self._report_step(len(running))
+                finished = all(s.reason is not None for s in samples)
+                if finished:
+                    reason = samples[-1].reason or FinishReason.STOP
+                yield RequestOutput(request_id, deltas, usage, finished)
+        finally:
+            if reason is FinishReason.ABORT:
+                self.aborted.append(request_id)
+            del self.live[request_id]
+            seconds = time.monotonic() - start
+            itl_s = (0.01,) * max(0, usage.num_output_tokens - 1)
+            for observer in self._observers:
+                observer.on_finished(RequestStats(request_id, reason, usage, 0.001, 0.01, itl_s, seconds))
+
+    def _match(self, scope: Scope, prompt: list[int]) -> int:
+        def common(other: list[int]) -> int:
+            pairs = zip(prompt[:-1], other, strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
+
+        known = self._prompts.setdefault(scope, [])
+        longest = max((common(other) for other in known), default=0)
+        known.append(prompt)
+        return longest
+
+    def _report_step(self, num_decode: int) -> None:
+        held = sum(self.live.values())
+        for observer in self._observers:
+            observer.on_step(StepStats(0.01, 0, num_decode, len(self.live), 0, 1, NUM_BLOCKS, held, 0, 2))
+
+
+class _Sample:
+    def __init__(self, index: int, params: SamplingParams, room: int) -> None:
+        self.index = index
+        self.params = params
+        self.limit = min(params.max_tokens or room, room)
+        words = STORY.split(" ")
+        turn = index % len(words)
+        self.story = " ".join(words[turn:] + words[:turn]).encode()
+        self.num_tokens = 0
+        self.text = ""
+        self.sent = 0
+        self.reason: FinishReason | None = None
+
+    def step(self) -> Delta:
+        token = self.story[self.num_tokens % len(self.story)]
+        self.num_tokens += 1
+        self.text += chr(token)
+        stop_reason: str | int | None = None
+        if token in self.params.stop_token_ids:
+            self.text = self.text[:-1]
+            self.reason, stop_reason = FinishReason.STOP, token
+        elif stop := next((s for s in self.params.stop if s in self.text), None):
+            self.text = self.text[: self.text.index(stop)]
+            self.reason, stop_reason = FinishReason.STOP, stop
+        elif self.num_tokens >= self.limit:
+            self.reason = FinishReason.LENGTH
+        # Text that may be the start of a stop string stays back.
+        held_back = 0 if self.reason else max((len(s) - 1 for s in self.params.stop), default=0)
+        end = max(self.sent, len(self.text) - held_back)
+        text, self.sent = self.text[self.sent : end], end
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self.params.logprobs is not None:
+            top = tuple((65 + i, -float("inf") if i == 2 else -1.0 - i) for i in range(self.params.logprobs))
+            logprobs = (TokenLogprob(token, -0.5, top),)
+        return Delta(self.index, text, (token,), logprobs, self.reason, stop_reason)
+
+    def abort(self) -> Delta:
+        self.reason = FinishReason.ABORT
+        return Delta(self.index, "", (), (), self.reason)
