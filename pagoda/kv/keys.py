@@ -65,7 +65,7 @@ class KeyChain:
 
     def chain(self, parent: BlockKey, tokens: npt.NDArray[np.integer], block_size: int) -> Sequence[BlockKey]:
         """Keys of every whole block of `tokens` (length a multiple of `block_size`) after `parent`."""
-        data = memoryview(np.ascontiguousarray(tokens, dtype="<i8")).cast("B")
+        data = tokens.astype("<i8").tobytes()
         step = 8 * block_size
         keys: list[BlockKey] = []
         for start in range(0, len(data), step):

@@ -1,0 +1,131 @@
+"""Allocator: which blocks are free, and how many requests hold each of the others.
+
+    free     no request holds it and the tree does not have it; on the free list
+    held     ref_count > 0; the tree may have it as well
+    cached   ref_count == 0 and the tree has it: it may be evicted
+
+Every block is in exactly one of the three. The allocator never matches tokens and never chooses what to evict.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import ConfigError, InvariantError, OutOfBlocks
+
+BlockIds = npt.NDArray[np.int32]
+
+
+class Allocator:
+    """Free list and reference counts of `num_blocks` blocks. Not thread-safe: the engine's thread owns it.
+
+    Arguments named `ids` never contain one block twice. Freed blocks are reused last-in first-out: they are
+    the likeliest to be in a processor cache and their pages are present.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"a pool needs at least one block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._stack: BlockIds = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+        self._num_cached = 0
+        self._refs = np.zeros(num_blocks, dtype=np.int32)
+        self._in_tree = np.zeros(num_blocks, dtype=np.bool_)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks on the free list."""
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the tree has."""
+        return self._num_cached
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_blocks - self._num_free - self._num_cached
+
+    def held(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """For each block, whether a request holds it."""
+        return self._refs[ids] > 0
+
+    def ref_count(self, block_id: int) -> int:
+        """How many requests hold the block."""
+        return int(self._refs[block_id])
+
+    def in_tree(self, block_id: int) -> bool:
+        """Whether the tree has the block."""
+        return bool(self._in_tree[block_id])
+
+    def allocate(self, count: int) -> BlockIds:
+        """Take `count` free blocks, each with one reference.
+
+        Raises:
+            OutOfBlocks: fewer are free; nothing is taken.
+        """
+        if count > self._num_free:
+            raise OutOfBlocks(count, self._num_free)
+        top = self._num_free - count
+        ids = self._stack[top : self._num_free][::-1].copy()
+        self._num_free = top
+        self._refs[ids] = 1
+        return ids
+
+    def retain(self, ids: BlockIds) -> None:
+        """Add a reference to each block; none of them may be free."""
+        refs = self._refs[ids]
+        idle = refs == 0
+        if not self._in_tree[ids[idle]].all():
+            raise InvariantError("a free block cannot be retained")
+        self._num_cached -= int(np.count_nonzero(idle))
+        self._refs[ids] = refs + 1
+
+    def release(self, ids: BlockIds) -> None:
+        """Drop a reference of each block; those without any left become cached if the tree has them, else free."""
+        refs = self._refs[ids] - 1
+        if refs.size and refs.min() < 0:
+            raise InvariantError("a block was released more often than it was retained")
+        self._refs[ids] = refs
+        idle = ids[refs == 0]
+        cached = self._in_tree[idle]
+        self._num_cached += int(np.count_nonzero(cached))
+        self._push(idle[~cached])
+
+    def enter_tree(self, ids: BlockIds) -> None:
+        """Note that the tree now has these blocks, which requests hold."""
+        if not (self._refs[ids] > 0).all():
+            raise InvariantError("a block enters the tree while a request holds it")
+        self._in_tree[ids] = True
+
+    def leave_tree(self, ids: BlockIds) -> None:
+        """Note that the tree gave these blocks up; those that no request holds become free."""
+        if not self._in_tree[ids].all():
+            raise InvariantError("a block left the tree that was not in it")
+        self._in_tree[ids] = False
+        idle = ids[self._refs[ids] == 0]
+        self._num_cached -= idle.size
+        self._push(idle)
+
+    def _push(self, ids: BlockIds) -> None:
+        self._stack[self._num_free : self._num_free + ids.size] = ids[::-1]
+        self._num_free += ids.size
+
+    def check(self) -> None:
+        """Verify conservation: free + held + cached == total, each block in one state.
+
+        Raises:
+            InvariantError: the books do not balance.
+        """
+        free = np.zeros(self.num_blocks, dtype=np.int64)
+        np.add.at(free, self._stack[: self._num_free], 1)
+        expected = (self._refs == 0) & ~self._in_tree
+        if not np.array_equal(free, expected.astype(np.int64)):
+            raise InvariantError("the free list and the reference counts disagree")
+        if self._num_cached != int(np.count_nonzero((self._refs == 0) & self._in_tree)):
+            raise InvariantError("the count of cached blocks is wrong")
+        if (self._refs < 0).any():
+            raise InvariantError("a reference count is negative")

@@ -1,0 +1,80 @@
+"""BlockTable: the ordered block ids of one request in one layer group, as a page table maps an address space.
+
+position      0 .. 15   16 .. 31   32 .. 47
+table index       0         1          2          position // block_size
+block id          7         3          9
+slot of position 35 = 9 * block_size + 35 % block_size
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.kv.allocator import BlockIds
+
+NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class BlockTable:
+    """A growable array of block ids. It counts no references: the cache that hands it out does."""
+
+    __slots__ = ("_ids", "_len", "block_size", "first")
+
+    def __init__(self, block_size: int, ids: BlockIds = NO_BLOCKS) -> None:
+        self.block_size = block_size
+        self._ids = ids.copy()
+        self._len = ids.size
+        self.first = 0
+        """Entries before this index slid out of the window: their block is no longer the request's."""
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def ids(self) -> BlockIds:
+        """All entries, as a view. Entries before `first` hold a block id of no meaning."""
+        return self._ids[: self._len]
+
+    @property
+    def held(self) -> BlockIds:
+        """The blocks that the request holds, as a view."""
+        return self._ids[self.first : self._len]
+
+    def append(self, ids: BlockIds) -> None:
+        """Add blocks at the end."""
+        end = self._len + ids.size
+        if end > self._ids.size:
+            grown = np.empty(max(end, 2 * self._ids.size, 8), dtype=np.int32)
+            grown[: self._len] = self.ids
+            self._ids = grown
+        self._ids[self._len : end] = ids
+        self._len = end
+
+    def replace(self, index: int, block_id: int) -> None:
+        """Point entry `index` at another block."""
+        self._ids[index] = block_id
+
+    def truncate(self, length: int) -> BlockIds:
+        """Drop the entries from `length` on, and return them."""
+        dropped = self._ids[length : self._len].copy()
+        self._len = length
+        return dropped
+
+    def slide(self, first: int) -> BlockIds:
+        """Let go of the entries before `first`, and return their blocks. Indices of the others stay."""
+        gone = self._ids[self.first : first].copy()
+        self._ids[self.first : first] = 0
+        self.first = max(self.first, first)
+        return gone
+
+    def fork(self) -> BlockTable:
+        """A copy that can grow on its own."""
+        copy = BlockTable(self.block_size, self.ids)
+        copy.first = self.first
+        return copy
+
+    def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Pool slots of positions `start` to `stop`, exclusive."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return self._ids[positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size

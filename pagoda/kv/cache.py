@@ -1,0 +1,373 @@
+"""KVCache: the one class of this package that others call. It joins the allocator, the tree and the pool.
+
+    acquire(prompt)  pin the longest known prefix           ──> Lease with num_hit_tokens
+    reserve(n)       blocks for the next n tokens: allocate, evicting if short; copy a shared block before it is written
+    advance(tokens)  the KV of these tokens is written: full blocks enter the tree, so that others share them at once
+    fork()           a second lease on the same blocks
+    release()        let go; the partly filled tail enters the tree too
+
+A call either does all it says or raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pagoda.errors import InvariantError, OutOfBlocks
+from pagoda.kv.allocator import Allocator, BlockIds
+from pagoda.kv.block_table import BlockTable
+from pagoda.kv.eviction import EvictionPolicy
+from pagoda.kv.keys import Scope
+from pagoda.kv.layout import KVLayout
+from pagoda.kv.lease import Lease
+from pagoda.kv.radix import RadixTree
+from pagoda.kv.radix_node import ABSENT, TokenArray, common_prefix, first_block_key
+
+
+class BlockCopier(Protocol):
+    """What the cache needs of a pool."""
+
+    num_blocks: int
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the bytes of a block."""
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the start."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_copied_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrefix:
+    """A longer prefix than the cache has, which `lease` is computing: it will be there at `num_tokens` tokens."""
+
+    lease: Lease
+    num_tokens: int
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether waiting for it still makes sense."""
+        return not self.lease.released and self.lease.num_computed_tokens < self.num_tokens
+
+
+def as_tokens(tokens: Sequence[int] | TokenArray) -> TokenArray:
+    """Token ids as the narrowest array that holds them: int32, or int64 when pseudo-tokens of images are among them."""
+    array = np.asarray(tokens, dtype=np.int64)
+    small = np.iinfo(np.int32)
+    fits = not array.size or (small.min <= array.min() and array.max() <= small.max)
+    return array.astype(np.int32) if fits else array
+
+
+class KVCache:
+    """Paged KV memory with prefix sharing. Not thread-safe: the engine's thread owns it.
+
+    Args:
+        layout: the model's KV layout.
+        pool: where the bytes are; anything that can copy a block.
+        policy: the order of eviction; LRU when None.
+    """
+
+    def __init__(self, layout: KVLayout, pool: BlockCopier, policy: EvictionPolicy | None = None) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.stats = CacheStats()
+        self._pool = pool
+        # A window keeps at least one whole block behind it, so that the last committed block is always held.
+        self._windows = tuple(
+            None if group.window is None else max(group.window, layout.block_size + 1) for group in layout.groups
+        )
+        self._allocator = Allocator(pool.num_blocks)
+        self._tree = RadixTree(layout.block_size, self._windows, pool.num_blocks, policy)
+        self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
+        self._computing: dict[tuple[Scope, bytes], list[Lease]] = {}
+        self._leases: set[Lease] = set()
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._allocator.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self._allocator.num_free
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that leases hold."""
+        return self._allocator.num_held
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that only the tree has: they may be evicted."""
+        return self._allocator.num_cached
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that a reserve could get: free or evictable."""
+        return self._allocator.num_free + self._allocator.num_cached
+
+    def lookup(self, tokens: TokenArray, scope: Scope) -> int:
+        """How many leading tokens `acquire` would find now. Mutates nothing."""
+        return self._tree.match(tokens[:-1], scope).num_tokens
+
+    def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
+        """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none.
+
+        Whoever waits for it instead of computing it again must stop waiting when `is_pending` turns false: the
+        prefix is there, or its lease was released. Mutates nothing.
+        """
+        best: PendingPrefix | None = None
+        for lease in self._computing.get((scope, first_block_key(tokens, self.block_size)), ()):
+            shared = common_prefix(lease.prompt, tokens[:-1]) // self.block_size * self.block_size
+            found = PendingPrefix(lease, shared)
+            if shared > max(num_hit_tokens, best.num_tokens if best else 0) and found.is_pending:
+                best = found
+        return best
+
+    # -- the life of a lease -----------------------------------------------------------------------------------------
+
+    def acquire(self, tokens: TokenArray, scope: Scope) -> Lease:
+        """Pin the longest known prefix of `tokens`, at most all but the last, whose logits someone has to compute.
+
+        A hit may end inside a block. If nobody else appends to that block, and all its tokens matched, the lease
+        appends to it in place; otherwise it gets a copy, or, with no block to spare, a hit that ends before it.
+        """
+        match = self._tree.match(tokens[:-1], scope)
+        self._tree.touch(match)
+        full, extra = divmod(match.num_tokens, self.block_size)
+        tables = [
+            self._pin(row[:full], window, match.num_tokens)
+            for row, window in zip(match.blocks, self._windows, strict=True)
+        ]
+        lease = Lease(scope, tables, tokens)
+        lease.num_committed_blocks = full
+        lease.num_computed_tokens = match.num_tokens
+        if extra:
+            node, shared = match.path[-1]
+            tail = match.blocks[:, full]
+            if shared == node.tokens.size and int(tail[0]) not in self._tail_owners:
+                self._adopt_tail(lease, tail)
+            else:
+                self._copy_tail(lease, tail)
+        lease.num_hit_tokens = lease.num_computed_tokens
+        self.stats.num_query_tokens += tokens.size
+        self.stats.num_hit_tokens += lease.num_hit_tokens
+        self._leases.add(lease)
+        if tokens.size >= self.block_size:
+            self._computing.setdefault((scope, first_block_key(tokens, self.block_size)), []).append(lease)
+        return lease
+
+    def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
+        """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
+        table = BlockTable(self.block_size, row)
+        table.slide(min(self._first_needed(window, num_tokens), row.size))
+        self._allocator.retain(table.held)
+        return table
+
+    def _first_needed(self, window: int | None, num_tokens: int) -> int:
+        """The first block that the token at position `num_tokens` still reads."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
+    def _adopt_tail(self, lease: Lease, tail: BlockIds) -> None:
+        self._allocator.retain(tail)
+        self._tail_owners.add(int(tail[0]))
+        lease.owns_tail = True
+        for table, block in zip(lease.tables, tail, strict=True):
+            table.append(np.array([block], dtype=np.int32))
+
+    def _copy_tail(self, lease: Lease, tail: BlockIds) -> None:
+        self._allocator.retain(tail)  # the source must outlive the eviction that may make room for its copy
+        try:
+            copies = self._allocate(tail.size)
+        except OutOfBlocks:
+            lease.num_computed_tokens -= lease.num_computed_tokens % self.block_size
+        else:
+            for table, source, copy in zip(lease.tables, tail, copies, strict=True):
+                self._pool.copy_block(int(source), int(copy))
+                table.append(np.array([copy], dtype=np.int32))
+            self.stats.num_copied_blocks += tail.size
+        self._allocator.release(tail)
+        self._offer(int(tail[0]))
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """Make room for the next `num_tokens` tokens of a lease: new blocks, and a copy of a block it may not write to.
+
+        Raises:
+            OutOfBlocks: the pool cannot supply them; nothing changed.
+        """
+        position = lease.num_computed_tokens
+        first = position // self.block_size
+        shared = [group for group, table in enumerate(lease.tables) if self._must_copy(lease, table, first)]
+        grow = max(0, -(-(position + num_tokens) // self.block_size) - len(lease.tables[0]))
+        if not shared and not grow:
+            return
+        ids = self._allocate(len(shared) + grow * len(lease.tables))
+        for group, copy in zip(shared, ids, strict=False):
+            self._replace_shared(lease, group, first, int(copy))
+        for group, table in enumerate(lease.tables):
+            start = len(shared) + group * grow
+            table.append(ids[start : start + grow])
+
+    def _replace_shared(self, lease: Lease, group: int, index: int, copy: int) -> None:
+        """Copy-on-write of one table entry."""
+        table = lease.tables[group]
+        source = int(table.ids[index])
+        self._pool.copy_block(source, copy)
+        self.stats.num_copied_blocks += 1
+        table.replace(index, copy)
+        self._allocator.release(np.array([source], dtype=np.int32))
+        if group == 0:  # the tree knows a block by its id in this group
+            if lease.owns_tail:
+                self._disown_tail(lease, source)
+            self._offer(source)
+
+    def _must_copy(self, lease: Lease, table: BlockTable, index: int) -> bool:
+        if index >= len(table):
+            return False
+        block = int(table.ids[index])
+        return self._allocator.ref_count(block) > 1 or (self._allocator.in_tree(block) and not lease.owns_tail)
+
+    def _allocate(self, count: int) -> BlockIds:
+        missing = count - self._allocator.num_free
+        if missing > self._allocator.num_cached:
+            raise OutOfBlocks(count, self.num_available_blocks)
+        if missing > 0:
+            self.evict(missing)
+        return self._allocator.allocate(count)
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` cached blocks, or all there are; returns how many."""
+        ids = self._tree.evict(count, self._allocator.held)
+        self._allocator.leave_tree(ids)
+        self.stats.num_evicted_blocks += ids.size
+        return int(ids.size)
+
+    def advance(self, lease: Lease, tokens: TokenArray, num_computed_tokens: int) -> None:
+        """Note that KV up to `num_computed_tokens` is written. Full blocks enter the tree; what slid out is let go.
+
+        Args:
+            tokens: the lease's whole sequence so far, at least that long.
+        """
+        if not lease.num_computed_tokens <= num_computed_tokens <= min(lease.capacity, tokens.size):
+            raise InvariantError(f"cannot advance from {lease.num_computed_tokens} to {num_computed_tokens} tokens")
+        if lease.num_computed_tokens < lease.prompt.size <= num_computed_tokens:
+            self._forget_computing(lease)
+        lease.num_computed_tokens = num_computed_tokens
+        self._commit(lease, tokens, num_computed_tokens // self.block_size * self.block_size)
+        slid = False
+        for table, window in zip(lease.tables, self._windows, strict=True):
+            first = min(self._first_needed(window, num_computed_tokens), lease.num_committed_blocks - 1)
+            if first > table.first:
+                self._allocator.release(table.slide(first))
+                slid = True
+        if slid:
+            self._offer(self._last_committed(lease))
+
+    def _last_committed(self, lease: Lease) -> int:
+        return int(lease.tables[0].ids[lease.num_committed_blocks - 1])
+
+    def _commit(self, lease: Lease, tokens: TokenArray, end: int) -> None:
+        """Put the blocks up to token `end` into the tree; where the tree has them already, use the tree's instead."""
+        start = lease.num_committed_blocks
+        stop = -(-end // self.block_size)
+        if stop <= start:
+            return
+        after = self._last_committed(lease) if start else None
+        mine = np.stack([table.ids[start:stop] for table in lease.tables])
+        theirs, superseded = self._tree.insert(lease.scope, after, tokens[start * self.block_size : end], mine)
+        if lease.owns_tail:  # the tail it appended to is the first of these
+            self._disown_tail(lease, int(mine[0, 0]))
+        self._allocator.enter_tree(mine[theirs == mine])
+        swapped = (theirs != mine) & (theirs != ABSENT)
+        if swapped.any():
+            self._allocator.retain(theirs[swapped])
+            self._allocator.release(mine[swapped])
+            for group, index in np.argwhere(swapped):
+                lease.tables[group].replace(start + int(index), int(theirs[group, index]))
+        self._allocator.leave_tree(superseded)
+        lease.num_committed_blocks = stop
+
+    def _disown_tail(self, lease: Lease, block_id: int) -> None:
+        lease.owns_tail = False
+        self._tail_owners.discard(block_id)
+
+    def fork(self, lease: Lease) -> Lease:
+        """A second lease on the same blocks; whichever writes to a shared one first gets a copy (in `reserve`)."""
+        twin = Lease(lease.scope, [table.fork() for table in lease.tables], lease.prompt)
+        twin.num_hit_tokens = lease.num_hit_tokens
+        twin.num_computed_tokens = lease.num_computed_tokens
+        twin.num_committed_blocks = lease.num_committed_blocks
+        for table in twin.tables:
+            self._allocator.retain(table.held)
+        self._leases.add(twin)
+        return twin
+
+    def release(self, lease: Lease, tokens: TokenArray) -> None:
+        """End a lease. What it computed stays in the tree, the partly filled last block included.
+
+        Args:
+            tokens: the lease's whole sequence, at least `num_computed_tokens` long.
+        """
+        if lease.released:
+            raise InvariantError("a lease was released twice")
+        self._commit(lease, tokens, lease.num_computed_tokens)
+        lease.released = True
+        self._leases.remove(lease)
+        self._forget_computing(lease)
+        for table in lease.tables:
+            self._allocator.release(table.held)
+        if lease.num_committed_blocks:
+            self._offer(self._last_committed(lease))
+
+    def _forget_computing(self, lease: Lease) -> None:
+        key = lease.scope, first_block_key(lease.prompt, self.block_size)
+        others = [other for other in self._computing.get(key, ()) if other is not lease]
+        if others:
+            self._computing[key] = others
+        else:
+            self._computing.pop(key, None)
+
+    def _offer(self, block_id: int) -> None:
+        if self._allocator.in_tree(block_id):
+            self._tree.offer(block_id)
+
+    # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def clear(self) -> int:
+        """Evict everything that no lease holds; returns how many blocks that freed."""
+        return self.evict(self._allocator.num_cached)
+
+    def check(self) -> None:
+        """Verify conservation: every block is free, held or cached, and every reference has a lease. O(blocks).
+
+        Raises:
+            InvariantError: what is broken.
+        """
+        self._allocator.check()
+        self._tree.check(self._allocator.held)
+        refs = np.zeros(self.num_blocks, dtype=np.int64)
+        for lease in self._leases:
+            for table in lease.tables:
+                np.add.at(refs, table.held, 1)
+        counted = np.array([self._allocator.ref_count(block) for block in range(self.num_blocks)])
+        if not np.array_equal(refs, counted):
+            raise InvariantError("reference counts and leases disagree")
+        ids = self._tree.block_ids()
+        if ids.size != sum(self._allocator.in_tree(block) for block in range(self.num_blocks)):
+            raise InvariantError("the tree and the allocator disagree on what is in the tree")
+        tails = {int(lease.tables[0].ids[lease.num_committed_blocks]) for lease in self._leases if lease.owns_tail}
+        if tails != self._tail_owners:
+            raise InvariantError("append rights and leases disagree")

@@ -1,0 +1,207 @@
+"""KVLayout: where every byte of a block is. The one place that knows the order of axes.
+
+    pool     raw bytes [num_blocks, block_stride]
+    block    | layer a: keys | layer a: values | layer b: keys | layer b: values | ... | padding |
+    keys     [num_kv_heads, block_size, head_dim], contiguous; values the same
+
+A block is one contiguous range over all layers of its group, so export, import, checksum and quantization are single
+copies. Layers are described by named parts, not by "K and V": multi-head latent attention is one part, a scale array
+for a quantized format another, with no new code path.
+
+Layers of one attention kind (full, or sliding with window W) form groups of equally many layers. All groups draw blocks
+of equal size from the one pool, and each request has one block table per group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pagoda.errors import ConfigError
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+ALIGNMENT = 64  # bytes: a cache line and the widest vector
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """A named array that a block holds for one layer: its shape in one block, and its dtype (a key of DTYPE_BYTES)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"part {self.name!r}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if not self.shape or min(self.shape) < 1:
+            raise ConfigError(f"part {self.name!r}: every dimension must be at least 1, got {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in one block."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer keeps in a block, and how far back it looks (`window` tokens; None: everything)."""
+
+    parts: tuple[PartSpec, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables. `layers` are model layer indices, in the order of their bytes in a block."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartView:
+    """How to view one part of one layer in the pool.
+
+    `offset` is in bytes from the start of a block; `shape` and `strides` (in elements) are those inside one block.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+def attention_parts(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> tuple[PartSpec, ...]:
+    """Keys and values of multi-head or grouped-query attention."""
+    shape = (num_kv_heads, block_size, head_dim)
+    return PartSpec("keys", shape, dtype), PartSpec("values", shape, dtype)
+
+
+def latent_parts(latent_dim: int, block_size: int, dtype: str) -> tuple[PartSpec, ...]:
+    """The single compressed row per token of multi-head latent attention (DeepSeek-V2), rotary part included."""
+    return (PartSpec("latent", (block_size, latent_dim), dtype),)
+
+
+class KVLayout:
+    """The layout of a model's KV in blocks of `block_size` tokens.
+
+    Args:
+        layers: one LayerSpec per model layer.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], block_size: int) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}")
+        if not layers:
+            raise ConfigError("a KV layout needs at least one layer")
+        if any(layer.window is not None and layer.window < 1 for layer in layers):
+            raise ConfigError("a sliding window must be at least 1 token")
+        self.layers = tuple(layers)
+        self.block_size = block_size
+        self.groups = _group(self.layers)
+
+    @classmethod
+    def for_attention(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        windows: Sequence[int | None] | None = None,
+    ) -> KVLayout:
+        """The layout of a decoder whose layers all keep keys and values of one shape."""
+        parts = attention_parts(num_kv_heads, head_dim, block_size, dtype)
+        per_layer = windows if windows is not None else [None] * num_layers
+        return cls([LayerSpec(parts, window) for window in per_layer], block_size)
+
+    @cached_property
+    def _views(self) -> dict[tuple[int, str], PartView]:
+        views: dict[tuple[int, str], PartView] = {}
+        for group in self.groups:
+            offset = 0
+            for layer in group.layers:
+                for part in self.layers[layer].parts:
+                    strides = tuple(math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape)))
+                    views[layer, part.name] = PartView(offset, part.shape, strides, part.dtype)
+                    offset += round_up(part.num_bytes, ALIGNMENT)
+        return views
+
+    def part(self, layer: int, name: str) -> PartView:
+        """Where `name` of `layer` lies in a block of the layer's group."""
+        return self._views[layer, name]
+
+    @cached_property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each model layer, the index of its group."""
+        of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(of[layer] for layer in range(len(self.layers)))
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a block that carry data or alignment, over all layers of one group."""
+        return max(
+            sum(round_up(part.num_bytes, ALIGNMENT) for layer in group.layers for part in self.layers[layer].parts)
+            for group in self.groups
+        )
+
+    @cached_property
+    def block_stride(self) -> int:
+        """Bytes from one block to the next: an odd number of cache lines, so equal offsets do not share cache sets."""
+        lines = round_up(self.block_bytes, ALIGNMENT) // ALIGNMENT
+        return (lines | 1) * ALIGNMENT
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """KV bytes of one token over all layers, padding excluded.
+
+        For attention: `2 * num_layers * num_kv_heads * head_dim * bytes_per_value`.
+        """
+        return sum(part.num_bytes for layer in self.layers for part in layer.parts) / self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill, over all groups, nothing shared and nothing slid out."""
+        return len(self.groups) * -(-num_tokens // self.block_size)
+
+    def fingerprint(self, identity: Mapping[str, str]) -> bytes:
+        """32 bytes that differ whenever stored blocks are not interchangeable.
+
+        Args:
+            identity: what else decides the bytes: content hashes of weights and adapter, RoPE parameters, kv_format.
+        """
+        described = [[[(p.name, p.shape, p.dtype) for p in layer.parts], layer.window] for layer in self.layers]
+        canonical = json.dumps([self.block_size, described, dict(identity)], sort_keys=True)
+        return hashlib.sha256(canonical.encode()).digest()
+
+
+def _group(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
+    """Split layers by kind, then into groups of equally many layers (the greatest size that divides every kind)."""
+    kinds: dict[LayerSpec, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(layer, []).append(index)
+    size = math.gcd(*(len(members) for members in kinds.values()))
+    return tuple(
+        LayerGroup(tuple(members[start : start + size]), kind.window)
+        for kind, members in kinds.items()
+        for start in range(0, len(members), size)
+    )

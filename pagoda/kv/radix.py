@@ -1,0 +1,373 @@
+"""RadixTree: which tokens have KV, and in which blocks. It holds ids only; it never frees and never touches tensors.
+
+    root ── [You are a helpful assistant. | blocks 0 1 2] ──┬── [What is a radix tree? | 3 4]
+                                                            └── [What is a B-tree? An | 5 6]      6 is a partial tail
+
+Follows SGLang's RadixAttention (Zheng et al., 2024), with these rules:
+- Nodes split only at block boundaries, so a block belongs to one node. Only a leaf may end in a partial block.
+- Siblings may share the start of their first block; matching takes the one that shares most, so hits end at any token.
+- Every node carries block ids per layer group. A window group may have holes (ABSENT).
+- Evicting takes blocks from the ends of leaves, in the order of a policy. Before any of them go the blocks of window
+  groups that lie more than a window before their node's end: no hit at that end, or below it, reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import InvariantError
+from pagoda.kv.allocator import BlockIds
+from pagoda.kv.eviction import LRU, EvictionPolicy, EvictionQueue
+from pagoda.kv.keys import Scope
+from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix, first_block_key
+
+Held = Callable[[BlockIds], npt.NDArray[np.bool_]]
+
+
+class RadixTree:
+    """Prefixes of every scope, over blocks of `block_size` tokens and one set of ids per layer group.
+
+    Args:
+        block_size: tokens per block.
+        windows: per layer group, its sliding window in tokens, or None.
+        num_blocks: block ids are below this.
+        policy: the order of eviction.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        windows: tuple[int | None, ...],
+        num_blocks: int,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self._owner = np.full(num_blocks, None, dtype=np.object_)  # block id of group 0 -> node
+        self._roots: dict[Scope, Node] = {}
+        self._now = 0
+        policy = policy or LRU()
+        self._leaves: EvictionQueue[Node] = EvictionQueue(policy)
+        self._slid: dict[Node, None] = {}  # an ordered set: nodes that may hold window blocks no hit will read
+
+    # -- looking up: mutates nothing ---------------------------------------------------------------------------------
+
+    def match(self, tokens: TokenArray, scope: Scope) -> Match:
+        """The longest prefix of `tokens` that every layer group can supply."""
+        path: list[tuple[Node, int]] = []
+        node = self._roots.get(scope)
+        done = 0
+        while node is not None and done < tokens.size:
+            child, shared = self._step(node, tokens[done:])
+            if child is None:
+                break
+            path.append((child, shared))
+            done += shared
+            node = child if shared == child.tokens.size else None
+        return self._usable(path, done)
+
+    def _step(self, node: Node, tokens: TokenArray) -> tuple[Node | None, int]:
+        """The child that shares most of `tokens`, and how much."""
+        key = first_block_key(tokens, self.block_size)
+        exact = node.children.get(key)
+        if exact is not None:
+            return exact, common_prefix(exact.tokens, tokens)
+        best, most = None, 0
+        for child in node.nearest(key):
+            shared = common_prefix(child.tokens, tokens)
+            if shared > most:
+                best, most = child, shared
+        return best, most
+
+    def _usable(self, path: list[tuple[Node, int]], num_tokens: int) -> Match:
+        """Cut a path to the longest length at which every window group still has its window."""
+        if not path:
+            return Match(0, (), np.empty((len(self.windows), 0), dtype=np.int32))
+        size = self.block_size
+        blocks = np.concatenate([node.blocks[:, : -(-shared // size)] for node, shared in path], axis=1)
+        usable = self._fit(blocks, num_tokens)
+        kept, left = [], usable
+        for node, shared in path:
+            if left > 0:
+                kept.append((node, min(shared, left)))
+                left -= shared
+        return Match(usable, tuple(kept), blocks[:, : -(-usable // size)])
+
+    def _fit(self, blocks: BlockIds, length: int) -> int:
+        """The longest prefix, at most `length`, whose last window has no hole in any window group."""
+        size = self.block_size
+        fits = False
+        while not fits:
+            fits = True
+            for group, window in enumerate(self.windows):
+                if window is None:
+                    continue
+                first = max(0, length - window + 1) // size  # the next token looks back this far
+                holes = np.flatnonzero(blocks[group, first : -(-length // size)] == ABSENT)
+                if holes.size:  # a shorter window only moves left, so it must end before the first of them
+                    length, fits = (first + int(holes[0])) * size, False
+        return length
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def touch(self, match: Match) -> None:
+        """Record a hit on every node of a match. Mutates their statistics."""
+        self._now += 1
+        for node, _ in match.path:
+            node.last_access = self._now
+            node.num_hits += 1
+
+    def insert(
+        self, scope: Scope, after: int | None, tokens: TokenArray, blocks: BlockIds
+    ) -> tuple[BlockIds, BlockIds]:
+        """Add computed blocks to the tree.
+
+        Args:
+            scope: whose prefixes they extend.
+            after: the group-0 block that precedes them, itself in the tree; None at the start of a sequence.
+            tokens: what the blocks hold; the last block may be partial.
+            blocks: int32 `[num_groups, n]`, ABSENT where a window group has none.
+
+        Returns:
+            The blocks the tree has for these tokens, `[num_groups, n]`: the given ones, or those of whoever was first,
+            or ABSENT; and the partial tails that the given blocks supersede and the tree gave up.
+        """
+        self._now += 1
+        node, at = self._locate(scope, after)
+        size, done = self.block_size, 0
+        kept = blocks.copy()
+        superseded = np.empty(0, dtype=np.int32)
+        while done < tokens.size:
+            rest = tokens[done:]
+            block = done // size
+            if at == node.tokens.size:  # below this node
+                child = self._continuation(node, rest)
+                if child is None:
+                    self._append(node, rest, blocks[:, block:])
+                    break
+                node, at = child, 0
+            shared = common_prefix(node.tokens[at:], rest)
+            whole = shared // size
+            if whole:
+                end = at // size + whole
+                kept[:, block : block + whole] = self._merge(node, at // size, blocks[:, block : block + whole])
+                at, done = end * size, done + whole * size
+            elif shared == rest.size:  # a partial block whose tokens the tree has; it must not fill a hole for more
+                kept[:, block:] = node.blocks[:, at // size : at // size + 1]
+                break
+            elif shared == node.tokens.size - at:  # the node's partial tail is the start of this block
+                superseded = self._supersede(node, at, rest, blocks[:, block:])
+                break
+            else:
+                node = self._split(node, at)
+            node.last_access = self._now
+        return kept, superseded
+
+    def _locate(self, scope: Scope, after: int | None) -> tuple[Node, int]:
+        """The node and the token offset in it just after a block."""
+        if after is None:
+            root = self._roots.get(scope)
+            if root is None:
+                empty = np.empty(0, dtype=np.int32)
+                root = Node(empty, np.empty((len(self.windows), 0), dtype=np.int32), None, 0, self._now)
+                self._roots[scope] = root
+            return root, 0
+        node = self._owner[after]
+        if node is None:
+            raise InvariantError(f"block {after} is not in the tree")
+        return node, (int(np.flatnonzero(node.blocks[0] == after)[-1]) + 1) * self.block_size
+
+    def _continuation(self, node: Node, tokens: TokenArray) -> Node | None:
+        """The child whose first block has all of `tokens`' first block, or is the start of it."""
+        child, shared = self._step(node, tokens)
+        if child is not None and shared >= min(self.block_size, tokens.size):
+            return child
+        key = first_block_key(tokens, self.block_size)
+        tails = (node.children.get(key[:end]) for end in range(len(key) - 8, 0, -8))
+        return next((tail for tail in tails if tail is not None), None)
+
+    def _append(self, node: Node, tokens: TokenArray, blocks: BlockIds) -> None:
+        """Put tokens below a node that ends at a block boundary: in it if it is a leaf, else in a new child."""
+        if node.parent is not None and not node.children:
+            node.tokens = np.concatenate([node.tokens, tokens])
+            node.blocks = np.concatenate([node.blocks, blocks], axis=1)
+        else:
+            child = Node(tokens.copy(), blocks.copy(), node, node.depth + node.tokens.size, self._now)
+            node.attach(first_block_key(tokens, self.block_size), child)
+            node = child
+        node.last_access = self._now
+        self._own(node, blocks[0])
+
+    def _merge(self, node: Node, start: int, blocks: BlockIds) -> BlockIds:
+        """Fill the holes of a node from another's blocks for the same tokens; return what the node has now."""
+        mine: BlockIds = node.blocks[:, start : start + blocks.shape[1]]
+        np.copyto(mine, blocks, where=mine == ABSENT)
+        self._own(node, mine[0])
+        return mine
+
+    def _supersede(self, node: Node, at: int, tokens: TokenArray, blocks: BlockIds) -> BlockIds:
+        """Replace a node's partial tail by the same block with more tokens in it."""
+        old = node.blocks[:, at // self.block_size]
+        dropped = old[(old != blocks[:, 0]) & (old != ABSENT)]
+        self._owner[dropped] = None
+        if at == 0 and node.parent is not None:
+            node.parent.detach(node)
+            node.parent.attach(first_block_key(tokens, self.block_size), node)
+        node.tokens = np.concatenate([node.tokens[:at], tokens])
+        node.blocks = np.concatenate([node.blocks[:, : at // self.block_size], blocks], axis=1)
+        node.last_access = self._now
+        self._own(node, blocks[0])
+        return dropped
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Split a node at a block boundary; return the new upper part."""
+        if node.parent is None or at == 0 or at % self.block_size:
+            raise InvariantError("nodes split at block boundaries, and roots do not")
+        columns = at // self.block_size
+        upper = Node(node.tokens[:at].copy(), node.blocks[:, :columns].copy(), node.parent, node.depth, node.created)
+        upper.last_access, upper.num_hits = node.last_access, node.num_hits
+        node.parent.attach(node.key, upper)
+        node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[:, columns:].copy()
+        node.depth += at
+        upper.attach(first_block_key(node.tokens, self.block_size), node)
+        self._own(upper, upper.blocks[0])
+        return upper
+
+    def _own(self, node: Node, ids: BlockIds) -> None:
+        self._owner[ids[ids != ABSENT]] = node
+
+    # -- shrinking ---------------------------------------------------------------------------------------------------
+
+    def offer(self, block_id: int) -> None:
+        """Note that a request let go of a group-0 block and of those before it: they may be evictable now."""
+        node: Node | None = self._owner[block_id]
+        if node is None:
+            raise InvariantError(f"block {block_id} is not in the tree")
+        if not node.children:
+            self._leaves.offer(node)
+        if any(self.windows):
+            while node is not None and node.parent is not None:
+                self._slid[node] = None
+                node = node.parent
+
+    def evict(self, count: int, held: Held) -> BlockIds:
+        """Give up at least `count` blocks, or all that may go. Mutates the tree; the caller frees what is returned.
+
+        Args:
+            held: tells for each block whether a request holds it; those stay.
+
+        Returns:
+            Block ids in the order of eviction; a few more than `count` where layer groups go together.
+        """
+        gone: list[BlockIds] = []
+        missing = count
+        while missing > 0 and self._slid:
+            node = next(iter(self._slid))
+            ids = self._take_slid(node, held, missing)
+            if ids.size < missing:
+                del self._slid[node]
+            gone.append(ids)
+            missing -= ids.size
+        while missing > 0 and (leaf := self._leaves.take()) is not None:
+            if leaf.children:
+                continue
+            ids, blocked = self._take_tail(leaf, held, missing)
+            gone.append(ids)
+            missing -= ids.size
+            if not leaf.tokens.size:
+                self._remove(leaf)
+            elif not blocked:
+                self._leaves.offer(leaf)
+        if missing > 0 and any(self.windows):  # only paths of running requests are left, and they slid past these
+            for node in self.nodes():
+                ids = self._take_slid(node, held, missing, even_recent=True)
+                gone.append(ids)
+                missing -= ids.size
+        evicted = np.concatenate(gone) if gone else np.empty(0, dtype=np.int32)
+        self._owner[evicted] = None
+        return evicted
+
+    def _take_slid(self, node: Node, held: Held, count: int, *, even_recent: bool = False) -> BlockIds:
+        """Up to `count` unheld blocks of window groups that lie more than a window before the node's end, or any."""
+        gone: list[BlockIds] = []
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                end = node.tokens.size if even_recent else max(0, node.tokens.size - window + 1)
+                row = node.blocks[group, : end // self.block_size]
+                columns = np.flatnonzero(row != ABSENT)
+                columns = columns[~held(row[columns])][: count - sum(ids.size for ids in gone)]
+                gone.append(row[columns])
+                row[columns] = ABSENT
+        return np.concatenate(gone)
+
+    def _take_tail(self, leaf: Node, held: Held, count: int) -> tuple[BlockIds, bool]:
+        """At least `count` blocks from the end of a leaf, if so many are unheld, and whether a held one stopped it."""
+        present = leaf.blocks != ABSENT
+        busy = np.zeros_like(present)
+        busy[present] = held(leaf.blocks[present])
+        stops = np.flatnonzero(busy.any(axis=0))
+        first = int(stops[-1]) + 1 if stops.size else 0  # the columns from here on may go
+        supply = np.cumsum(present[:, first:].sum(axis=0)[::-1])
+        if not supply.size:
+            return np.empty(0, dtype=np.int32), True
+        enough = supply[min(int(np.searchsorted(supply, count)), supply.size - 1)]
+        columns = leaf.blocks.shape[1] - int(np.searchsorted(supply, enough, side="right"))
+        tail = leaf.blocks[:, columns:]
+        ids = tail.T[::-1][present[:, columns:].T[::-1]]
+        leaf.tokens = _head(leaf.tokens, columns * self.block_size)
+        leaf.blocks = leaf.blocks[:, :columns].copy()
+        return ids, columns == first and columns > 0
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        if parent is None:
+            raise InvariantError("a root is never evicted")
+        parent.detach(leaf)
+        self._slid.pop(leaf, None)
+        if parent.parent is None:
+            if not parent.children:
+                self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
+        elif not parent.children:
+            self._leaves.offer(parent)
+
+    # -- looking at all of it ----------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node below the roots, parents first."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def block_ids(self) -> BlockIds:
+        """Every block in the tree. O(blocks)."""
+        rows = [node.blocks[node.blocks != ABSENT] for node in self.nodes()]
+        return np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+
+    def check(self, held: Held) -> None:
+        """Verify the structure, and that every leaf that may go is queued. O(blocks).
+
+        Raises:
+            InvariantError: what is broken.
+        """
+        ids = self.block_ids()
+        if np.unique(ids).size != ids.size:
+            raise InvariantError("a block is in the tree twice")
+        for node in self.nodes():
+            node.check(self.block_size)
+            own = node.blocks[0][node.blocks[0] != ABSENT]
+            if any(owner is not node for owner in self._owner[own]):
+                raise InvariantError("a block does not know its node")
+            last = node.blocks[:, -1]
+            if not node.children and not node.queued and not held(last[last != ABSENT]).any():
+                raise InvariantError("an evictable leaf is not queued")
+
+
+def _head(array: TokenArray, length: int) -> TokenArray:
+    """The first elements: a view while it keeps at most twice their memory alive, else a copy."""
+    whole = array if array.base is None else array.base
+    return array[:length] if 2 * length >= whole.size else array[:length].copy()

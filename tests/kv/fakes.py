@@ -1,0 +1,52 @@
+"""A pool that stores tokens instead of KV, so that a test can read back what a block table says it holds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagoda.kv.cache import KVCache
+from pagoda.kv.layout import KVLayout
+from pagoda.kv.lease import Lease
+
+POISON = -7
+
+
+class TokenPool:
+    """Slots hold the token whose KV a real pool would hold there."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.slots = np.full((num_blocks, block_size), POISON, dtype=np.int64)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.slots[target] = self.slots[source]
+
+    def fill(self, lease: Lease, tokens: np.ndarray, start: int, stop: int) -> None:
+        for table in lease.tables:
+            self.slots.reshape(-1)[table.slots(start, stop)] = tokens[start:stop]
+
+    def read(self, lease: Lease, group: int, start: int, stop: int) -> np.ndarray:
+        return self.slots.reshape(-1)[lease.tables[group].slots(start, stop)]
+
+    def poison(self, cache: KVCache) -> None:
+        """Overwrite every free block: nothing may ever read one."""
+        ids = np.arange(self.num_blocks)
+        allocator = cache._allocator
+        free = [i for i in ids if allocator.ref_count(i) == 0 and not allocator.in_tree(i)]
+        self.slots[free] = POISON
+
+
+def layout(block_size: int, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
+    return KVLayout.for_attention(
+        num_layers=len(windows),
+        num_kv_heads=1,
+        head_dim=8,
+        block_size=block_size,
+        dtype="float32",
+        windows=windows,
+    )
+
+
+def make(num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> tuple[KVCache, TokenPool]:
+    pool = TokenPool(num_blocks, block_size)
+    return KVCache(layout(block_size, windows), pool), pool

@@ -1,0 +1,164 @@
+"""The cache under random use, against a model that knows only sequences of tokens.
+
+Each slot of the fake pool holds a token. Whatever the cache says is a hit must read back as exactly the prompt's
+tokens. Whatever is free is poisoned after each step, so a hit on a freed block, a lost copy-on-write or a write to a
+shared block shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pagoda.errors import OutOfBlocks
+from pagoda.kv.cache import KVCache, as_tokens
+from pagoda.kv.keys import Scope
+from pagoda.kv.lease import Lease
+from tests.kv.fakes import TokenPool, make
+
+# No shrinking: a failing run of this machine is read, not waited for.
+SETTINGS = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+SCOPES = [Scope(), Scope("tenant"), Scope("tenant", salt="s")]
+
+
+@dataclass
+class Running:
+    lease: Lease
+    tokens: np.ndarray  # the whole sequence known so far
+    written: int
+
+
+class CacheMachine(RuleBasedStateMachine):
+    windows: tuple[int | None, ...] = (None,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[Running] = []
+        self.history: list[tuple[Scope, np.ndarray]] = []
+
+    @initialize(block_size=st.sampled_from([1, 2, 4]), num_blocks=st.integers(6, 30))
+    def start(self, block_size: int, num_blocks: int) -> None:
+        self.cache: KVCache
+        self.pool: TokenPool
+        self.cache, self.pool = make(num_blocks, block_size, self.windows)
+
+    def pick(self, index: int) -> Running:
+        return self.running[index % len(self.running)]
+
+    @rule(
+        scope=st.sampled_from(SCOPES),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        base=st.integers(0, 50),
+        keep=st.integers(0, 30),
+    )
+    def acquire(self, scope: Scope, own: list[int], base: int, keep: int) -> None:
+        prefix: list[int] = []
+        if self.history:
+            scope, old = self.history[base % len(self.history)]
+            prefix = old[:keep].tolist()
+        tokens = as_tokens(prefix + own)
+        expected = self.cache.lookup(tokens, scope)
+        lease = self.cache.acquire(tokens, scope)
+        hit = lease.num_hit_tokens
+        assert hit <= expected < tokens.size
+        if self.cache.num_available_blocks:
+            assert expected - hit < self.cache.block_size  # only a tail that could not be copied is given up
+        self.verify(lease, tokens, hit)
+        if None in self.windows and not any(self.windows):
+            known = [old[:end] for s, old in self.history if s == scope for end in [old.size]]
+            best = max((int((np.cumprod(o[: tokens.size] == tokens[: o.size]) == 1).sum()) for o in known), default=0)
+            assert expected <= best  # never more than was ever computed in this scope
+        self.running.append(Running(lease, tokens, hit))
+        self.history.append((scope, tokens[:hit]))
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 99), count=st.integers(1, 9), new=st.lists(st.integers(0, 2), min_size=9, max_size=9))
+    def compute(self, index: int, count: int, new: list[int]) -> None:
+        run = self.pick(index)
+        known = run.tokens.size
+        if run.written + count > known:  # decoding: the tokens past the prompt are new
+            run.tokens = as_tokens([*run.tokens.tolist(), *new[: run.written + count - known]])
+        before = run.lease.num_blocks, self.cache.num_available_blocks
+        try:
+            self.cache.reserve(run.lease, count)
+        except OutOfBlocks:
+            assert (run.lease.num_blocks, self.cache.num_available_blocks) == before
+            return
+        self.pool.fill(run.lease, run.tokens, run.written, run.written + count)
+        run.written += count
+        self.cache.advance(run.lease, run.tokens, run.written)
+        self.history.append((run.lease.scope, run.tokens[: run.written]))
+
+    @precondition(lambda self: self.running and len(self.running) < 8)
+    @rule(index=st.integers(0, 99))
+    def fork(self, index: int) -> None:
+        run = self.pick(index)
+        twin = self.cache.fork(run.lease)
+        self.running.append(Running(twin, run.tokens.copy(), run.written))
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 99))
+    def release(self, index: int) -> None:
+        run = self.pick(index)
+        self.running.remove(run)
+        self.cache.release(run.lease, run.tokens)
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @rule(count=st.integers(1, 8))
+    def evict(self, count: int) -> None:
+        free, cached = self.cache.num_free_blocks, self.cache.num_cached_blocks
+        freed = self.cache.evict(count)
+        assert freed >= min(count, cached)
+        assert self.cache.num_free_blocks == free + freed
+
+    def verify(self, lease: Lease, tokens: np.ndarray, length: int) -> None:
+        for group, window in enumerate(self.windows):
+            start = 0 if window is None else max(0, length - window + 1)
+            assert self.pool.read(lease, group, start, length).tolist() == tokens[start:length].tolist()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        for run in self.running:
+            self.verify(run.lease, run.tokens, run.written)
+        self.pool.poison(self.cache)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for run in self.running:
+            self.cache.release(run.lease, run.tokens)
+        self.cache.check()
+        assert self.cache.num_held_blocks == 0
+        self.cache.clear()
+        self.cache.check()
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+
+
+class HybridMachine(CacheMachine):
+    windows = (None, 5, 5)
+
+
+class WindowMachine(CacheMachine):
+    windows = (6,)
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, HybridMachine, WindowMachine])
+def test_random_use(machine: type[CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=SETTINGS)
