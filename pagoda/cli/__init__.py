@@ -1,0 +1,59 @@
+"""The `pagoda` command: serve a model, chat with it, or generate from prompts.
+
+Commands import the engine only once they run, so that `--help` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pagoda.cli.chat import chat
+from pagoda.cli.generate import generate
+from pagoda.cli.serve import serve
+from pagoda.errors import PagodaError
+from pagoda.server.version import pagoda_version
+
+app = typer.Typer(
+    name="pagoda",
+    help="Serve language models from a paged, prefix-shared KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(generate)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pagoda {pagoda_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. A PagodaError is one line on stderr and exit status 2."""
+    try:
+        app()
+    except PagodaError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _plain(error: PagodaError) -> str:
+    # A "[" in a message is not markup.
+    return str(error).replace("[", r"\[")

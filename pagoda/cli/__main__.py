@@ -1,0 +1,5 @@
+"""`python -m pagoda.cli`."""
+
+from pagoda.cli import main
+
+main()

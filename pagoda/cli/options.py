@@ -1,0 +1,54 @@
+"""Options that several commands share, and the engine they describe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pagoda.engine.engine import Engine
+
+DEFAULT_MODEL = "smollm2"
+_MEMORY = "Memory and batching"
+
+Model = Annotated[
+    str, typer.Argument(help="smollm2, a Hugging Face folder or hub id, or a GGUF file.", show_default=True)
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        help="KV cache size, such as 512MiB or 2GiB. [default: a safe share of free memory]",
+        rich_help_panel=_MEMORY,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Most tokens of prompt and output together. [default: the model's]", rich_help_panel=_MEMORY
+    ),
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Most requests computed at once.", rich_help_panel=_MEMORY)]
+TokenBudget = Annotated[
+    int, typer.Option(min=1, help="Most tokens of one step, prefill and decode.", rich_help_panel=_MEMORY)
+]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.", rich_help_panel=_MEMORY)]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]
+
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+
+
+def load_engine(model: str, **settings: Any) -> Engine:
+    """The engine of `model`, with progress shown while it loads.
+
+    Raises:
+        PagodaError: the model or a setting is wrong.
+    """
+    from pagoda.engine.engine import Engine
+
+    return Engine(model, **settings)

@@ -1,0 +1,152 @@
+"""`pagoda serve`: the HTTP server."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagoda.cli import options
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.engine.engine import Engine
+
+    from pagoda.server.auth import ApiKeys
+
+_ACCESS = "Access"
+
+
+class QueuePolicy(StrEnum):
+    """The order of waiting requests."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    LPM = "lpm"
+
+
+class LogLevel(StrEnum):
+    """What the server logs."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def serve(
+    model: options.Model = options.DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name clients may use; repeatable. [default: the model's own]")
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
+    kv_memory: options.KvMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 64,
+    token_budget: options.TokenBudget = 512,
+    block_size: options.BlockSize = 16,
+    dtype: options.Dtype = "auto",
+    queue_policy: Annotated[
+        QueuePolicy,
+        typer.Option(
+            help="Order of waiting requests: arrival, priority, or longest prefix match.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = QueuePolicy.FCFS,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGODA_API_KEY", show_envvar=True, help="Key that clients must send.", rich_help_panel=_ACCESS
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys and their tenants: TOML, or one 'KEY [TENANT]' a line.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API."""
+    from pagoda.server.run import bind
+
+    keys = _api_keys(api_key, api_keys_file)
+    with bind(host, port) as sock:
+        engine = options.load_engine(
+            model,
+            kv_memory=kv_memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            block_size=block_size,
+            dtype=dtype,
+            queue_policy=str(queue_policy),
+        )
+
+        from pagoda.engine.aio import AsyncEngine
+
+        from pagoda.server.app import create_app
+        from pagoda.server.run import DrainingServer
+
+        names = tuple(served_model_name or (engine.model_name,))
+        _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
+        app = create_app(AsyncEngine(engine), api_keys=keys, served_model_names=names)
+        server = DrainingServer(app, log_level=str(log_level))
+        # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        server.run(sockets=[sock])
+    if server.force_exit:
+        # A second Ctrl-C: the engine's thread may be in the middle of a long step, which nothing can interrupt.
+        os._exit(130)
+
+
+def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:
+    from pagoda.server.auth import ApiKeys
+
+    if path is not None and api_key is not None:
+        raise ConfigError("give --api-key (or PAGODA_API_KEY) or --api-keys-file, not both")
+    if path is not None:
+        return ApiKeys.load(path)
+    return ApiKeys.single(api_key) if api_key is not None else None
+
+
+def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKeys | None) -> None:
+    cache = engine.cache_info()
+    num_tokens = cache.num_blocks * cache.block_size
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("Model", f"{name}, context of {engine.max_model_len:,} tokens")
+    table.add_row(
+        "KV cache",
+        f"{cache.bytes_total / 2**30:.2f} GiB = {cache.num_blocks:,} blocks of {cache.block_size}"
+        f" = {num_tokens:,} tokens = {num_tokens / engine.max_model_len:.1f} users at full context",
+    )
+    table.add_row("API", f"{url}/v1, {'API key required' if keys else 'no API key'}; metrics at {url}/metrics")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(table, markup=False)
+    if keys is None and not _is_loopback(host):
+        console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is a pagoda?"}]})
+    key_header = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if keys else ""
+    console.print("Try it:", style="bold")
+    console.print(
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'", markup=False
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
