@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
@@ -50,10 +51,5 @@ def main() -> None:
     try:
         app()
     except PagodaError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-
-
-def _plain(error: PagodaError) -> str:
-    # A "[" in a message is not markup.
-    return str(error).replace("[", r"\[")

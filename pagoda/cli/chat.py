@@ -48,10 +48,7 @@ def chat(
         source = RemoteChat(url, api_key)
     else:
         engine = options.load_engine(model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype)
-
-        from pagoda.engine.aio import AsyncEngine
-
-        source = LocalChat(AsyncEngine(engine))
+        source = LocalChat(options.as_async(engine))
     # One event loop that runs only while an answer comes: input() stays on the main thread, with its line editing.
     with asyncio.Runner() as runner:
         runner.run(source.start())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from pagoda.engine.aio import AsyncEngine
     from pagoda.engine.engine import Engine
 
 DEFAULT_MODEL = "smollm2"
@@ -52,3 +53,10 @@ def load_engine(model: str, **settings: Any) -> Engine:
     from pagoda.engine.engine import Engine
 
     return Engine(model, **settings)
+
+
+def as_async(engine: Engine) -> AsyncEngine:
+    """The asyncio facade of an engine, not yet started."""
+    from pagoda.engine.aio import AsyncEngine
+
+    return AsyncEngine(engine)

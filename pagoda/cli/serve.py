@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from pagoda.cli import options
 from pagoda.errors import ConfigError
@@ -93,14 +93,12 @@ def serve(
             queue_policy=str(queue_policy),
         )
 
-        from pagoda.engine.aio import AsyncEngine
-
         from pagoda.server.app import create_app
         from pagoda.server.run import DrainingServer
 
         names = tuple(served_model_name or (engine.model_name,))
         _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
-        app = create_app(AsyncEngine(engine), api_keys=keys, served_model_names=names)
+        app = create_app(options.as_async(engine), api_keys=keys, served_model_names=names)
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -125,16 +123,15 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
     cache = engine.cache_info()
     num_tokens = cache.num_blocks * cache.block_size
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    table = Table.grid(padding=(0, 2))
-    table.add_row("Model", f"{name}, context of {engine.max_model_len:,} tokens")
-    table.add_row(
-        "KV cache",
-        f"{cache.bytes_total / 2**30:.2f} GiB = {cache.num_blocks:,} blocks of {cache.block_size}"
+    lines = {
+        "Model": f"{name}, context of {engine.max_model_len:,} tokens",
+        "KV cache": f"{cache.bytes_total / 2**30:.2f} GiB = {cache.num_blocks:,} blocks of {cache.block_size}"
         f" = {num_tokens:,} tokens = {num_tokens / engine.max_model_len:.1f} users at full context",
-    )
-    table.add_row("API", f"{url}/v1, {'API key required' if keys else 'no API key'}; metrics at {url}/metrics")
+        "API": f"{url}/v1, {'API key required' if keys else 'no API key'}; metrics at {url}/metrics",
+    }
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(table, markup=False)
+    for label, text in lines.items():
+        console.print(f"[bold]{label:<10}[/]{escape(text)}")
     if keys is None and not _is_loopback(host):
         console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is a pagoda?"}]})
