@@ -1,0 +1,129 @@
+"""Decoder: the layers of Llama, Mistral, Qwen2 and Qwen3 over a paged KV pool.
+
+    token_ids ─> embed ─┬─> norm ─> qkv ─> rotate, write KV ─> paged attention ─> o ─┬─> norm ─> gate,up ─> down ─┐
+                        └───────────────────────── residual ─────────────────────────┴────────────────────────────┴─>
+                                                            x num_layers, then norm ─> lm_head, for the rows asked for
+
+The families differ in optional tensors (biases, query/key norms) and in each layer's window, so they are one class. The
+residual stream is kept apart from a layer's input (`hidden`, `residual`), so that each addition is fused with the norm
+after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.kernels import KVView, add_rms_norm, linear, paged_attention, rms_norm, rope_write_kv, silu_mul
+from pagoda.model.batch import ForwardBatch
+from pagoda.model.hooks import LayerHook
+from pagoda.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's tensors. Matrices are `[out, in]`; queries, keys and values share one, and so do gate and up."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All tensors of a model. With tied embeddings `lm_head` and `embedding` are the same tensor."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+class Decoder:
+    """A model that computes logits and leaves its KV in the caller's pool. Stateless between calls."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._scale = spec.head_dim**-0.5
+        positions = torch.arange(spec.max_context, dtype=torch.float32)
+        angles = torch.outer(positions, spec.rope.frequencies(spec.head_dim))
+        self._cos = (angles.cos() * spec.rope.attention_factor).to(self.device)
+        self._sin = (angles.sin() * spec.rope.attention_factor).to(self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVView],
+        group_of_layer: Sequence[int],
+        hook: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """Compute one step. Writes the K and V of every row into `kv` at the batch's slots.
+
+        Args:
+            batch: the rows, on the model's device.
+            kv: one view of the pool per layer.
+            group_of_layer: which of the batch's block tables and slot mappings each layer uses.
+            hook: sees and steers each layer's attention.
+
+        Returns:
+            float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
+        """
+        spec = self.spec
+        hidden = self.weights.embedding[batch.token_ids]
+        residual = torch.zeros_like(hidden)
+        for index, layer in enumerate(self.weights.layers):
+            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
+            q, k, v = self._project(layer, normed)
+            group = group_of_layer[index]
+            used = hook.before_attention(index, q, k, v, batch) if hook else batch
+            slots, view = used.slot_mapping[group], kv[index]
+            q = rope_write_kv(q, k, v, self._cos, self._sin, used.positions, view, slots)
+            attention = paged_attention(
+                q,
+                view,
+                used.block_tables[group],
+                used.query_start,
+                used.context_lens,
+                scale=self._scale,
+                window=spec.windows[index],
+                need_mass=hook is not None and hook.needs_mass,
+            )
+            attended = attention.out
+            narrowed = hook.after_attention(index, batch, attention) if hook else None
+            if narrowed:
+                batch = narrowed.batch
+                attended, residual = attended[narrowed.rows], residual[narrowed.rows]
+            if index == spec.num_layers - 1:
+                # Nothing reads the other rows any more.
+                attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
+            hidden = linear(attended.flatten(1), layer.output, layer.output_bias)
+            normed, residual = add_rms_norm(hidden, residual, layer.mlp_norm, spec.norm_eps)
+            gated = silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias))
+            hidden = linear(gated, layer.down, layer.down_bias)
+        normed, _ = add_rms_norm(hidden, residual, self.weights.final_norm, spec.norm_eps)
+        return linear(normed, self.weights.lm_head).float()
+
+    def _project(self, layer: LayerWeights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each `[rows, heads, head_dim]`."""
+        spec = self.spec
+        qkv = linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, spec.head_dim))
+        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, spec.norm_eps)
+            k = rms_norm(k, layer.k_norm, spec.norm_eps)
+        return q, k, v

@@ -1,0 +1,99 @@
+"""load_model: a name -> everything needed to run the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagoda.errors import ConfigError, WeightsError
+from pagoda.model.decoder import Decoder
+from pagoda.model.files import Progress
+from pagoda.model.gguf import convert_gguf, gguf_identity
+from pagoda.model.progress import terminal_progress
+from pagoda.model.registry import resolve
+from pagoda.model.spec import ModelSpec
+from pagoda.model.tokenizer import Tokenizer, read_json
+from pagoda.model.weights import SafetensorsFolder, load_weights, weights_identity
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    `weights_identity` is the SHA-256 of all that decides its numbers: it enters every BlockKey.
+    """
+
+    name: str
+    spec: ModelSpec
+    decoder: Decoder
+    tokenizer: Tokenizer
+    weights_identity: str
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model by name (see registry.py).
+
+    Args:
+        name: `smollm2`, a folder, a `.gguf` file or a hub id.
+        dtype: `float32`, `bfloat16`, or `auto`: what the weights were saved in, if it is one of those, else float32.
+        device: where weights and computation go.
+        max_model_len: a shorter context than the model's own, in tokens.
+        progress: told about slow steps; by default a bar on stderr if that is a terminal.
+
+    Raises:
+        ModelNotFound: no such model.
+        UnsupportedModel: an architecture that no decoder here knows.
+        WeightsError: missing, truncated, corrupt or ill-fitting weights.
+        ConfigError: `dtype` or `max_model_len` is out of range.
+    """
+    if dtype not in (*_DTYPES, "auto"):
+        raise ConfigError(f"dtype must be auto, {' or '.join(_DTYPES)}, got {dtype!r}")
+    path = resolve(name)
+    if progress is not None:
+        return _load(name, path, dtype, torch.device(device), max_model_len, progress)
+    with terminal_progress() as bar:
+        return _load(name, path, dtype, torch.device(device), max_model_len, bar)
+
+
+def _load(
+    name: str, path: Path, dtype: str, device: torch.device, max_model_len: int | None, progress: Progress
+) -> LoadedModel:
+    identity = None
+    folder = path
+    if path.is_file():
+        folder = convert_gguf(path, _DTYPES.get(dtype, torch.float32), progress)
+        identity = gguf_identity(path)
+    config = read_json(folder / "config.json")
+    if not config:
+        raise WeightsError(f"{folder} has no config.json")
+    spec = _with_context(ModelSpec.from_hf_config(config), max_model_len)
+    tokenizer = Tokenizer.from_folder(folder, spec.eos_ids)
+    source = SafetensorsFolder(folder)
+    weights = load_weights(
+        spec,
+        source,
+        dtype=_DTYPES.get(spec.dtype if dtype == "auto" else dtype, torch.float32),
+        device=device,
+        progress=progress,
+    )
+    return LoadedModel(name, spec, Decoder(spec, weights), tokenizer, identity or weights_identity(source, progress))
+
+
+def _with_context(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
+    if max_model_len is None:
+        return spec
+    if not 1 <= max_model_len <= spec.max_context:
+        raise ConfigError(f"max_model_len must be between 1 and the model's {spec.max_context}, got {max_model_len}")
+    return dataclasses.replace(spec, max_context=max_model_len)

@@ -1,0 +1,219 @@
+"""Sampler: logits -> the next token of each row.
+
+    raw logits ─> logit_bias ─> penalties ─┬─ temperature 0 ─> argmax
+        │                                  └─> / temperature ─> min_p ─> top_k ─> top_p ─> draw
+        └─> log-softmax: the log-probabilities that are reported, as OpenAI does
+
+The order of steps and each step's meaning are vLLM's. A draw depends on nothing but the row's logits, its seed and how
+many tokens the request has: the same seed gives the same tokens in any batch, after a preemption, and when a step is
+computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pagoda.errors import InvalidRequest, ModelError
+
+# Almost every nucleus lies within the likeliest few hundred tokens, far cheaper to find than sorting a vocabulary.
+_NUCLEUS_GUESS = 512
+
+
+class Sampling(Protocol):
+    """What the sampler reads of a request's sampling parameters; names and meanings are `SamplingParams`'."""
+
+    @property
+    def temperature(self) -> float: ...  # noqa: D102
+    @property
+    def top_k(self) -> int: ...  # noqa: D102
+    @property
+    def top_p(self) -> float: ...  # noqa: D102
+    @property
+    def min_p(self) -> float: ...  # noqa: D102
+    @property
+    def seed(self) -> int | None: ...  # noqa: D102
+    @property
+    def repetition_penalty(self) -> float: ...  # noqa: D102
+    @property
+    def presence_penalty(self) -> float: ...  # noqa: D102
+    @property
+    def frequency_penalty(self) -> float: ...  # noqa: D102
+    @property
+    def logit_bias(self) -> Mapping[int, float]: ...  # noqa: D102
+    @property
+    def logprobs(self) -> int | None: ...  # noqa: D102
+
+
+class SamplerState:
+    """What sampling remembers of one request. `append` every token that joins its output; `sample` changes nothing.
+
+    Args:
+        params: the request's sampling parameters.
+        vocab_size: width of the logits.
+        prompt_ids: counted by the repetition penalty.
+        index: which of a request's `n` outputs this is; they share a seed and differ in this.
+
+    Raises:
+        InvalidRequest: a biased token is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        params: Sampling,
+        vocab_size: int,
+        prompt_ids: Sequence[int] = (),
+        *,
+        index: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.params = params
+        self.num_output_tokens = 0
+        self._seed = (secrets.randbits(64) if params.seed is None else params.seed, index)
+        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+        if outside:
+            raise InvalidRequest(f"logit_bias names token {outside[0]} of {vocab_size}", param="logit_bias")
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+        self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._output_counts: torch.Tensor | None = None
+        self._in_prompt: torch.Tensor | None = None
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            self._output_counts = torch.zeros(vocab_size, device=device)
+            self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._in_prompt[torch.tensor(list(set(prompt_ids)), dtype=torch.int64, device=device)] = True
+
+    def append(self, token_id: int) -> None:
+        """Count a token of the output."""
+        self.num_output_tokens += 1
+        if self._output_counts is not None:
+            self._output_counts[token_id] += 1
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether a bias or a penalty changes this row's logits."""
+        return self._output_counts is not None or len(self._bias_ids) > 0
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[vocab]` with bias and penalties applied, in a new tensor."""
+        logits = logits.index_add(0, self._bias_ids, self._biases)
+        if self._output_counts is None or self._in_prompt is None:
+            return logits
+        params, in_output = self.params, self._output_counts > 0
+        if params.repetition_penalty != 1.0:
+            # CTRL (arXiv:1909.05858): towards less likely whatever the sign.
+            penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            logits = torch.where(in_output | self._in_prompt, penalized, logits)
+        return logits - params.frequency_penalty * self._output_counts - params.presence_penalty * in_output
+
+    def uniform(self) -> float:
+        """This step's random number in [0, 1): a hash of the seed and of the number of tokens so far."""
+        seed, index = self._seed
+        digest = hashlib.blake2b(f"{seed} {index} {self.num_output_tokens}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest) >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logs under the unmodified logits: the chosen token's, and (token, value) of the likeliest."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One row's outcome."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[SampledToken | ModelError]:
+    """Choose a token for each row of `logits` (float32 `[num_rows, vocab_size]`). Mutates nothing.
+
+    A row whose logits are not finite gets a `ModelError` in its place, for the caller to fail that request with; the
+    other rows are not affected.
+    """
+    if len(states) != len(logits):
+        raise TypeError(f"{len(states)} sampler states for {len(logits)} rows of logits")
+    if not states:
+        return []
+    best_values, best_ids = logits.max(dim=-1)  # A NaN anywhere in a row is its maximum.
+    healthy = best_values.isfinite().tolist()
+    chosen = best_ids
+    others = [
+        row
+        for row, state in enumerate(states)
+        if healthy[row] and (state.params.temperature > 0 or state.shapes_logits)
+    ]
+    if others:
+        chosen = best_ids.clone()
+        chosen[others] = torch.stack([_choose(logits[row], states[row]) for row in others])
+    return [
+        SampledToken(token, _logprobs(logits[row], token, states[row].params.logprobs))
+        if healthy[row]
+        else ModelError("the model produced logits that are not finite")
+        for row, token in enumerate(chosen.tolist())
+    ]
+
+
+def probabilities(logits: torch.Tensor, params: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The distribution that a row is drawn from, after temperature, min_p, top_k and top_p.
+
+    Returns float64 probabilities of the candidates, and their token ids (None where every token is a candidate, in
+    order).
+    """
+    # Shifted first: a tiny temperature must not overflow.
+    scaled = (logits.double() - logits.max()) / params.temperature
+    probs = scaled.softmax(-1)
+    if params.min_p > 0:
+        probs = probs * (probs >= params.min_p * probs.max())
+        probs = probs / probs.sum()
+    vocab_size = len(probs)
+    if (params.top_k == 0 or params.top_k >= vocab_size) and params.top_p == 1.0:
+        return probs, None
+    if 0 < params.top_k < vocab_size:
+        probs, ids = probs.topk(params.top_k)
+        probs = probs / probs.sum()
+    else:
+        probs, ids = _likeliest(probs, params.top_p)
+    if params.top_p < 1.0:
+        # A token stays while those before it have not reached top_p; the first always does.
+        kept = probs.cumsum(0) - probs < params.top_p
+        probs = probs * kept / (probs * kept).sum()
+    return probs, ids
+
+
+def _likeliest(probs: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in falling order that hold at least `mass`, not necessarily the fewest."""
+    if len(probs) > _NUCLEUS_GUESS:
+        values, ids = probs.topk(_NUCLEUS_GUESS)
+        if values.sum() >= mass:
+            return values, ids
+    values, ids = probs.sort(descending=True, stable=True)
+    return values, ids
+
+
+def _choose(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
+    """One row's token id, a scalar tensor: nothing here waits for the device."""
+    logits = state.shaped(logits)
+    if state.params.temperature == 0:
+        return logits.argmax()
+    probs, ids = probabilities(logits, state.params)
+    cumulative = probs.cumsum(0)
+    # Scaling by the total, not assuming 1, keeps rounding from pointing past the last candidate.
+    index = torch.searchsorted(cumulative, cumulative[-1:] * state.uniform(), right=True)[0]
+    return index if ids is None else ids[index]
+
+
+def _logprobs(logits: torch.Tensor, token: int, wanted: int | None) -> TokenLogprobs | None:
+    if wanted is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(min(wanted, len(logprobs)))
+    return TokenLogprobs(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

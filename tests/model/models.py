@@ -1,0 +1,81 @@
+"""Small random models of each family, made with Transformers, the reference that the decoder must equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from pagoda.model.decoder import Decoder
+from pagoda.model.spec import ModelSpec
+from pagoda.model.weights import SafetensorsFolder, load_weights
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 42,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "max_position_embeddings": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "llama-biased-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-rope-llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-linear": ("Llama", {"rope_parameters": LINEAR_ROPE}),
+    "llama-rope-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "llama-rope-dynamic": ("Llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "mistral-window": ("Mistral", {"sliding_window": 9}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 6}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
+    "qwen2-mixed-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}),
+    "qwen3-mixed-windows": ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+}
+
+
+def build(variant: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
+    """A random model whose every tensor matters: norms and biases too are random, not ones and zeros."""
+    family, options = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options, **changes}, attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def save(model: transformers.PreTrainedModel, folder: Path, **options: object) -> Path:
+    model.save_pretrained(folder, safe_serialization=True, **options)
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    spec = ModelSpec.from_hf_config(json.loads((folder / "config.json").read_text()))
+    weights = load_weights(spec, SafetensorsFolder(folder), dtype=dtype, device=torch.device("cpu"))
+    return Decoder(spec, weights)
+
+
+def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float()
