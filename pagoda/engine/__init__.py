@@ -1,0 +1,12 @@
+"""The engine: continuous batching over a paged, prefix-shared KV cache.
+
+    request.py    Request, and its Samples: what is scheduled
+    policy.py     the order of the queue
+    scheduler.py  which tokens the next step computes; preemption
+    runner.py     the step as tensors, through the model
+    core.py       EngineCore: one step after another, on one thread
+    engine.py     Engine: loads a model, sizes the pool, generates offline
+    aio.py        AsyncEngine: the same on a thread of its own, streaming to asyncio
+
+In: token ids and SamplingParams. Out: RequestOutputs. The scheduler owns leases; the core owns requests.
+"""

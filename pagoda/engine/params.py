@@ -13,8 +13,9 @@ from pagoda.errors import InvalidRequest
 class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
 
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up to
-    the model's context. `logprobs=None` asks for none, `0` for the chosen token's alone, `n` for the `n` likeliest as well.
+    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up
+    to the model's context. `logprobs=None` asks for none, `0` for the chosen token's alone, `k` for the `k` likeliest
+    as well.
 
     Raises:
         InvalidRequest: a field is out of range; `param` names it.

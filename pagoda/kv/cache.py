@@ -25,7 +25,7 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix import RadixTree
-from pagoda.kv.radix_node import ABSENT, TokenArray, common_prefix, first_block_key
+from pagoda.kv.radix_node import ABSENT, Match, TokenArray, common_prefix, first_block_key
 
 
 class BlockCopier(Protocol):
@@ -45,6 +45,15 @@ class CacheStats:
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
     num_copied_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A known prefix: its length, how many blocks hold it, and how many of those no lease holds yet."""
+
+    num_tokens: int
+    num_blocks: int
+    num_idle_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +128,22 @@ class KVCache:
         """Blocks that a reserve could get: free or evictable."""
         return self._allocator.num_free + self._allocator.num_cached
 
-    def lookup(self, tokens: TokenArray, scope: Scope) -> int:
-        """How many leading tokens `acquire` would find now. Mutates nothing."""
-        return self._tree.match(tokens[:-1], scope).num_tokens
+    def lookup(self, tokens: TokenArray, scope: Scope) -> Hit:
+        """What `acquire` would find now. Mutates nothing."""
+        return self._hit(self._tree.match(tokens[:-1], scope))
+
+    def _hit(self, match: Match) -> Hit:
+        ids = match.blocks[match.blocks != ABSENT]
+        num_idle = ids.size - int(np.count_nonzero(self._allocator.held(ids)))
+        return Hit(match.num_tokens, int(ids.size), num_idle)
+
+    def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once, with at most `step_tokens` added in a step."""
+        whole = -(-num_tokens // self.block_size)
+        return sum(
+            whole if window is None else min(whole, -(-(window + step_tokens) // self.block_size) + 1)
+            for window in self._windows
+        )
 
     def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
         """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none.
@@ -146,6 +168,11 @@ class KVCache:
         appends to it in place; otherwise it gets a copy, or, with no block to spare, a hit that ends before it.
         """
         match = self._tree.match(tokens[:-1], scope)
+        if (
+            self._copies_tail(match)
+            and len(self._windows) > self.num_available_blocks - self._hit(match).num_idle_blocks
+        ):
+            match = self._tree.match(tokens[: match.num_tokens // self.block_size * self.block_size], scope)
         self._tree.touch(match)
         full, extra = divmod(match.num_tokens, self.block_size)
         tables = [
@@ -156,12 +183,11 @@ class KVCache:
         lease.num_committed_blocks = full
         lease.num_computed_tokens = match.num_tokens
         if extra:
-            node, shared = match.path[-1]
             tail = match.blocks[:, full]
-            if shared == node.tokens.size and int(tail[0]) not in self._tail_owners:
-                self._adopt_tail(lease, tail)
-            else:
+            if self._copies_tail(match):
                 self._copy_tail(lease, tail)
+            else:
+                self._adopt_tail(lease, tail)
         lease.num_hit_tokens = lease.num_computed_tokens
         self.stats.num_query_tokens += tokens.size
         self.stats.num_hit_tokens += lease.num_hit_tokens
@@ -181,6 +207,13 @@ class KVCache:
         """The first block that the token at position `num_tokens` still reads."""
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
+    def _copies_tail(self, match: Match) -> bool:
+        """Whether a hit ends inside a block that the lease may not append to."""
+        if match.num_tokens % self.block_size == 0:
+            return False
+        node, shared = match.path[-1]
+        return shared < node.tokens.size or int(match.blocks[0, -1]) in self._tail_owners
+
     def _adopt_tail(self, lease: Lease, tail: BlockIds) -> None:
         self._allocator.retain(tail)
         self._tail_owners.add(int(tail[0]))
@@ -190,15 +223,10 @@ class KVCache:
 
     def _copy_tail(self, lease: Lease, tail: BlockIds) -> None:
         self._allocator.retain(tail)  # the source must outlive the eviction that may make room for its copy
-        try:
-            copies = self._allocate(tail.size)
-        except OutOfBlocks:
-            lease.num_computed_tokens -= lease.num_computed_tokens % self.block_size
-        else:
-            for table, source, copy in zip(lease.tables, tail, copies, strict=True):
-                self._pool.copy_block(int(source), int(copy))
-                table.append(np.array([copy], dtype=np.int32))
-            self.stats.num_copied_blocks += tail.size
+        for table, source, copy in zip(lease.tables, tail, self._allocate(tail.size), strict=True):
+            self._pool.copy_block(int(source), int(copy))
+            table.append(np.array([copy], dtype=np.int32))
+        self.stats.num_copied_blocks += tail.size
         self._allocator.release(tail)
         self._offer(int(tail[0]))
 

@@ -46,7 +46,7 @@ class RadixTree:
     ) -> None:
         self.block_size = block_size
         self.windows = windows
-        self._owner = np.full(num_blocks, None, dtype=np.object_)  # block id of group 0 -> node
+        self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # block id of group 0 -> node
         self._roots: dict[Scope, Node] = {}
         self._now = 0
         policy = policy or LRU()

@@ -71,18 +71,18 @@ class CacheMachine(RuleBasedStateMachine):
             scope, old = self.history[base % len(self.history)]
             prefix = old[:keep].tolist()
         tokens = as_tokens(prefix + own)
-        expected = self.cache.lookup(tokens, scope)
+        expected = self.cache.lookup(tokens, scope).num_tokens
         lease = self.cache.acquire(tokens, scope)
         hit = lease.num_hit_tokens
+        self.running.append(Running(lease, tokens, hit))
         assert hit <= expected < tokens.size
-        if self.cache.num_available_blocks:
+        if None in self.windows:
             assert expected - hit < self.cache.block_size  # only a tail that could not be copied is given up
         self.verify(lease, tokens, hit)
         if None in self.windows and not any(self.windows):
             known = [old[:end] for s, old in self.history if s == scope for end in [old.size]]
             best = max((int((np.cumprod(o[: tokens.size] == tokens[: o.size]) == 1).sum()) for o in known), default=0)
             assert expected <= best  # never more than was ever computed in this scope
-        self.running.append(Running(lease, tokens, hit))
         self.history.append((scope, tokens[:hit]))
 
     @precondition(lambda self: self.running)

@@ -1,0 +1,36 @@
+"""Pagoda: the KV-cache memory hierarchy for LLM serving.
+
+    from pagoda import Engine, SamplingParams
+
+Importing this package loads nothing heavy; `Engine` and `AsyncEngine` load torch when they are first named.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagoda.engine.aio import AsyncEngine
+    from pagoda.engine.engine import Engine
+    from pagoda.engine.params import SamplingParams
+
+try:
+    __version__ = version("pagoda-kv")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["AsyncEngine", "Engine", "SamplingParams", "__version__"]
+
+_HOME = {
+    "AsyncEngine": "pagoda.engine.aio",
+    "Engine": "pagoda.engine.engine",
+    "SamplingParams": "pagoda.engine.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'pagoda' has no attribute {name!r}")

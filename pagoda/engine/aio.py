@@ -1,0 +1,204 @@
+"""AsyncEngine: the engine on a thread of its own, streaming to asyncio.
+
+    event loop                         engine thread
+    stream() ──add, abort (inbox)───>  core.step(), again and again while there is work
+       ^                                   │
+       └──RequestOutputs (one hop a step)──┘
+
+The core is touched by its thread alone. The event loop only puts commands into an inbox and takes outputs from queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+from pagoda.engine.engine import Engine
+from pagoda.engine.outputs import EngineObserver, RequestOutput
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import RequestAborted, RequestError
+from pagoda.kv.keys import Scope
+
+logger = logging.getLogger(__name__)
+
+Inbox = queue.SimpleQueue[Callable[[], None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. `num_free_blocks + num_held_blocks + num_cached_blocks == num_blocks`."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    block_size: int
+    num_running: int
+    num_waiting: int
+
+
+class AsyncEngine:
+    """Runs an Engine in the background. All methods are for the event loop that called `start`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[RequestOutput | RequestError]] = {}
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepting = False
+        self._stats = self._snapshot()
+
+    @property
+    def model_name(self) -> str:
+        """The id of the model."""
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output."""
+        return self._engine.max_model_len
+
+    @property
+    def tokenizer(self) -> object:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine's thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stats(self) -> EngineStats:
+        """The state after the last step; does not wait for the engine."""
+        return self._stats
+
+    def add_observer(self, observer: EngineObserver) -> None:
+        """Tell `observer` of every step and request from now on, on the engine's thread."""
+        self._core.observers.append(observer)
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._accepting = True
+        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self, drain_s: float = 10.0) -> None:
+        """Admit nothing more, give running streams `drain_s` seconds to finish, abort the others, end the thread."""
+        self._accepting = False
+        deadline = asyncio.get_running_loop().time() + drain_s
+        while self._streams and self.is_healthy and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._inbox.put(lambda: self._publish(self._core.abort_all()))
+        self._inbox.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        scope: Scope = Scope(),
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request and yield its outputs as they come. Closing the generator aborts the request.
+
+        Raises:
+            RequestError: it cannot be served; raised before the first output.
+            RequestAborted: the engine is stopping, or its thread died.
+        """
+        if not self._accepting or not self.is_healthy:
+            raise RequestAborted("the engine is not running")
+        name = request_id or uuid.uuid4().hex
+        outputs: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
+        self._streams[name] = outputs
+        self._inbox.put(lambda: self._add(name, prompt, params, scope, priority))
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, RequestError):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(name, None)
+            if not finished:
+                self.abort(name)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it still runs, and free its blocks."""
+        self._inbox.put(lambda: self._publish(self._core.abort(request_id)))
+
+    # -- on the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._core.has_work:
+                    self._publish(self._core.step())
+                self._stats = self._snapshot()
+        except BaseException:
+            logger.exception("the engine stopped after an error")
+            raise
+        finally:
+            self._fail_streams()
+
+    def _take_commands(self) -> bool:
+        """Run what is in the inbox, waiting for something to do; false when it is time to end."""
+        wait = not self._core.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _add(self, name: str, prompt: Sequence[int], params: SamplingParams, scope: Scope, priority: int) -> None:
+        try:
+            self._core.add(name, prompt, params, scope=scope, priority=priority)
+        except RequestError as error:
+            self._deliver([(name, error)])
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self._deliver([(output.request_id, output) for output in outputs])
+
+    def _deliver(self, items: list[tuple[str, RequestOutput | RequestError]]) -> None:
+        def put() -> None:
+            for name, item in items:
+                if name in self._streams:
+                    self._streams[name].put_nowait(item)
+
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(put)
+
+    def _fail_streams(self) -> None:
+        error = RequestAborted("the engine stopped")
+        self._deliver([(name, error) for name in list(self._streams)])
+
+    def _snapshot(self) -> EngineStats:
+        cache = self._core.cache
+        return EngineStats(
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free_blocks,
+            num_held_blocks=cache.num_held_blocks,
+            num_cached_blocks=cache.num_cached_blocks,
+            block_size=cache.block_size,
+            num_running=self._core.num_running,
+            num_waiting=self._core.num_waiting,
+        )

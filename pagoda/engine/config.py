@@ -1,0 +1,40 @@
+"""EngineConfig: every setting of the engine, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.engine.policy import QUEUE_POLICIES
+from pagoda.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine.
+
+    Attributes:
+        block_size: tokens per KV block.
+        max_num_seqs: most samples running at once.
+        token_budget: most tokens computed in one step. Higher: faster prefill; lower: steadier decode.
+        queue_policy: the order of admission; a key of QUEUE_POLICIES.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    queue_policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "token_budget"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.token_budget < self.max_num_seqs:
+            raise ConfigError(
+                f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sample decodes one token a step"
+            )
+        if self.queue_policy not in QUEUE_POLICIES:
+            raise ConfigError(f"queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got {self.queue_policy!r}")

@@ -1,0 +1,206 @@
+"""Engine: a model with its memory, ready to generate. The synchronous public API."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import EngineCore
+from pagoda.engine.memory import format_size, parse_size, safe_kv_memory
+from pagoda.engine.outputs import Completion, Usage
+from pagoda.engine.params import SamplingParams
+from pagoda.engine.runner import ModelRunner, layout_for
+from pagoda.errors import ConfigError, InvalidRequest
+from pagoda.kv.cache import KVCache
+from pagoda.kv.keys import Scope
+from pagoda.kv.pool import BlockPool
+from pagoda.model.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """The size of the KV pool."""
+
+    num_blocks: int
+    block_size: int
+    bytes_total: int
+    bytes_per_token: float
+    tokens_total: int
+    users_at_full_context: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `Engine.generate` returns for one prompt: its samples, and what they cost."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.completions[0].text
+
+
+class Engine:
+    """Loads a model, allocates its KV pool and generates.
+
+        from pagoda import Engine, SamplingParams
+        engine = Engine("smollm2")
+        [out] = engine.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))
+        print(out.text, out.usage.num_hit_tokens)
+
+    Args:
+        model: `smollm2`, a Hugging Face folder or hub id, or a GGUF file.
+        dtype: `float32`, `bfloat16` or `auto`; the KV cache has the same.
+        kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
+        block_size: tokens per KV block.
+        max_model_len: a shorter context than the model's own.
+        max_num_seqs: most samples running at once.
+        token_budget: most tokens computed in one step.
+        queue_policy: `fcfs`, `priority` or `lpm` (longest prefix match).
+        progress: show bars for slow steps, on a terminal.
+
+    Raises:
+        ModelNotFound, ModelError: the model cannot be found or loaded.
+        ConfigError: a setting is wrong, or the memory holds no block.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        dtype: str = "auto",
+        kv_memory: int | str | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        token_budget: int = 512,
+        queue_policy: str = "fcfs",
+        progress: bool = True,
+    ) -> None:
+        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy)
+        quiet = None if progress else (lambda what, done, total: None)
+        loaded = load_model(model, dtype=dtype, max_model_len=max_model_len, progress=quiet)
+        self.model_name = loaded.name
+        self.spec = loaded.spec
+        self.tokenizer = loaded.tokenizer
+        self.weights_identity = loaded.weights_identity
+        layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype)
+        per_user = layout.blocks_for(loaded.spec.max_context)
+        useful = per_user * max_num_seqs * layout.block_stride
+        num_bytes = safe_kv_memory(useful) if kv_memory is None else parse_size(kv_memory)
+        num_blocks = num_bytes // layout.block_stride
+        if num_blocks < 2 * len(layout.groups):
+            raise ConfigError(
+                f"{format_size(num_bytes)} of KV memory is too little: a block of {block_size} tokens "
+                f"takes {format_size(layout.block_stride)}"
+            )
+        pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
+        cache = KVCache(layout, pool)
+        self.max_model_len = self._longest(cache, loaded.spec.max_context)
+        if self.max_model_len < loaded.spec.max_context:
+            logger.warning(
+                "KV memory holds %d tokens: the context is cut from %d to that; raise kv_memory for more",
+                self.max_model_len,
+                loaded.spec.max_context,
+            )
+        self.core = EngineCore(
+            ModelRunner(loaded.decoder, pool),
+            cache,
+            loaded.tokenizer,
+            self.config,
+            vocab_size=loaded.spec.vocab_size,
+            eos_ids=loaded.spec.eos_ids,
+            max_model_len=self.max_model_len,
+        )
+        self._bytes_total = pool.num_bytes
+        self._names = itertools.count()
+
+    def _longest(self, cache: KVCache, max_context: int) -> int:
+        """The longest sequence, at most `max_context`, that fits the pool."""
+        step = self.config.token_budget
+        if cache.peak_blocks(max_context, step) <= cache.num_blocks:
+            return max_context
+        fits = [n for n in range(0, max_context, cache.block_size) if cache.peak_blocks(n, step) <= cache.num_blocks]
+        return max(fits)
+
+    def cache_info(self) -> CacheInfo:
+        """The size of the pool in blocks, bytes, tokens and concurrent users at full context."""
+        cache = self.core.cache
+        tokens = cache.num_blocks // len(cache.layout.groups) * cache.block_size
+        return CacheInfo(
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            bytes_total=self._bytes_total,
+            bytes_per_token=cache.layout.bytes_per_token,
+            tokens_total=tokens,
+            users_at_full_context=cache.num_blocks / cache.peak_blocks(self.max_model_len, self.config.token_budget),
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        scope: Scope = Scope(),
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Generate for all prompts, batched; results are in the order of the prompts.
+
+        Args:
+            prompts: texts or token ids.
+            params: for all prompts, or one for each.
+            progress: show a bar on a terminal.
+
+        Raises:
+            RequestError: a prompt cannot be served; none is started.
+        """
+        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+        each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(texts):
+            raise InvalidRequest(f"{len(each)} SamplingParams for {len(texts)} prompts", param="params")
+        tokens = [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+        ids = [f"generate-{next(self._names)}" for _ in texts]
+        completions = {
+            name: tuple(Completion(index) for index in range(one.n)) for name, one in zip(ids, each, strict=True)
+        }
+        usage: dict[str, Usage] = {}
+        try:
+            for name, prompt, one in zip(ids, tokens, each, strict=True):
+                self.core.add(name, prompt, one, scope=scope)
+            with _bar(len(ids), shown=progress) as advance:
+                while len(usage) < len(ids):
+                    for output in self.core.step():
+                        for delta in output.deltas:
+                            completions[output.request_id][delta.index].add(delta)
+                        if output.finished:
+                            usage[output.request_id] = output.usage
+                            advance()
+        finally:
+            for name in ids:
+                self.core.abort(name)
+        return [
+            Generation(tuple(prompt), completions[name], usage[name]) for name, prompt in zip(ids, tokens, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over prompts; yields a function that advances it."""
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,46 @@
+"""Queue policies: the order in which waiting samples are admitted.
+
+Each takes the waiting samples in order of arrival and yields them in order of admission.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pagoda.engine.request import Sample
+from pagoda.kv.cache import KVCache
+
+QueuePolicy = Callable[[Sequence[Sample], KVCache], Iterable[Sample]]
+
+_LPM_DEPTH = 128
+_LPM_TOKENS_PER_SECOND = 2000.0
+
+
+def fcfs(waiting: Sequence[Sample], cache: KVCache) -> Iterable[Sample]:
+    """First come, first served."""
+    return waiting
+
+
+def priority(waiting: Sequence[Sample], cache: KVCache) -> Iterable[Sample]:
+    """Lower `priority` values first, then first come."""
+    return sorted(waiting, key=lambda sample: sample.request.priority)
+
+
+def longest_prefix_match(waiting: Sequence[Sample], cache: KVCache) -> Iterable[Sample]:
+    """Longest known prefix first, as SGLang does, so that hits are used before they are evicted.
+
+    Waiting ages: each second counts as much as 2,000 more tokens of prefix, so none starves. The tree is asked for
+    the oldest 128 only; the others follow in order of arrival.
+    """
+    now = time.perf_counter()
+
+    def merit(sample: Sample) -> float:
+        age = now - sample.request.arrived_at
+        return cache.lookup(sample.tokens.view, sample.request.scope).num_tokens + _LPM_TOKENS_PER_SECOND * age
+
+    yield from sorted(waiting[:_LPM_DEPTH], key=merit, reverse=True)
+    yield from waiting[_LPM_DEPTH:]
+
+
+QUEUE_POLICIES: Mapping[str, QueuePolicy] = {"fcfs": fcfs, "priority": priority, "lpm": longest_prefix_match}

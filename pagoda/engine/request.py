@@ -1,0 +1,127 @@
+"""Request and Sample: what a caller asked for, and each output that is generated for it.
+
+waiting ──admit──> running ──> finished
+   ^                  │
+   └────preempt───────┘        its blocks stay in the tree until they are evicted
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.engine.outputs import FinishReason, Usage
+from pagoda.engine.params import SamplingParams
+from pagoda.engine.text import OutputText
+from pagoda.kv.cache import PendingPrefix
+from pagoda.kv.keys import Scope
+from pagoda.kv.lease import Lease
+from pagoda.kv.radix_node import TokenArray
+from pagoda.model.sampler import SamplerState
+
+_arrivals = itertools.count()
+
+
+class TokenBuffer:
+    """A growable array of token ids."""
+
+    __slots__ = ("_array", "_len")
+
+    def __init__(self, tokens: TokenArray) -> None:
+        self._array = tokens
+        self._len = tokens.size
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def view(self) -> TokenArray:
+        """All tokens, without a copy."""
+        return self._array[: self._len]
+
+    def append(self, token_id: int) -> None:
+        """Add a token."""
+        if self._len == self._array.size:
+            grown = np.empty(max(16, 2 * self._len), dtype=self._array.dtype)
+            grown[: self._len] = self._array
+            self._array = grown
+        self._array[self._len] = token_id
+        self._len += 1
+
+    def fork(self) -> TokenBuffer:
+        """An independent copy."""
+        return TokenBuffer(self.view.copy())
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One output of a request: the unit that is scheduled.
+
+    `lease` is there while it runs. `num_known` tokens exist, of which the lease's `num_computed_tokens` have KV.
+    """
+
+    request: Request
+    index: int
+    tokens: TokenBuffer
+    sampler: SamplerState
+    text: OutputText
+    lease: Lease | None = None
+    pending: PendingPrefix | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.request.prompt.size
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens without KV; 1 while decoding. The sample must be running."""
+        return len(self.tokens) - self.running_lease.num_computed_tokens
+
+    @property
+    def running_lease(self) -> Lease:
+        """The lease of a running sample."""
+        assert self.lease is not None, "only running samples have a lease"
+        return self.lease
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a caller asked for. Times are `time.perf_counter()` seconds.
+
+    Attributes:
+        max_tokens: most tokens of each sample, the context's end considered.
+        samples: one until the prompt is computed, then `params.n`.
+        num_hit_tokens: prompt tokens found in the cache when the request first ran.
+    """
+
+    request_id: str
+    prompt: TokenArray
+    params: SamplingParams
+    scope: Scope
+    priority: int
+    max_tokens: int
+    samples: list[Sample] = field(default_factory=list)
+    num_hit_tokens: int = 0
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            num_prompt_tokens=self.prompt.size,
+            num_hit_tokens=self.num_hit_tokens,
+            num_output_tokens=sum(sample.num_output_tokens for sample in self.samples),
+        )

@@ -1,0 +1,149 @@
+"""Scheduler: which tokens of which samples the next step computes.
+
+    budget  |d|d|d|d| prefill chunk of a running sample | prefill chunk of a newly admitted one |
+             decodes first: one token each               whatever is left, so that long prompts never stop a stream
+
+A step that needs more blocks than there are preempts the newest sample: its blocks return to the cache, and it waits at
+its old place in the queue to be computed again, mostly from hits. Nothing is admitted in a step that preempted, nor
+without room for all of its prompt, so samples do not chase each other out of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.policy import QUEUE_POLICIES
+from pagoda.engine.request import Sample
+from pagoda.errors import OutOfBlocks
+from pagoda.kv.cache import Hit, KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens `start` to `stop` of a sample, to be computed. If those are all it has, their last row's logits matter."""
+
+    sample: Sample
+    start: int
+    stop: int
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next token comes from these rows."""
+        return self.stop == len(self.sample.tokens)
+
+
+def _arrival(sample: Sample) -> tuple[int, int]:
+    return sample.request.arrival, sample.index
+
+
+class Scheduler:
+    """Owns the queue of waiting samples and the set of running ones. Takes and gives leases; computes nothing."""
+
+    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
+        self._cache = cache
+        self._config = config
+        self._order = QUEUE_POLICIES[config.queue_policy]
+        self.waiting: list[Sample] = []
+        self.running: list[Sample] = []
+        self.num_preempted = 0
+
+    def add(self, sample: Sample) -> None:
+        """Queue a sample."""
+        insort(self.waiting, sample, key=_arrival)
+
+    def start(self, sample: Sample) -> None:
+        """Run a sample that has its lease already: a fork of a running one."""
+        insort(self.running, sample, key=_arrival)
+
+    def remove(self, sample: Sample) -> None:
+        """Forget a sample, whatever its state, and let go of its lease."""
+        if sample.lease is None:
+            self.waiting.remove(sample)
+        else:
+            self.running.remove(sample)
+            self._release(sample)
+
+    def _release(self, sample: Sample) -> None:
+        self._cache.release(sample.running_lease, sample.tokens.view)
+        sample.lease = None
+
+    def schedule(self) -> list[Rows]:
+        """Plan one step, reserving the blocks it writes to. Empty when nothing can run."""
+        plan: dict[Sample, int] = {}
+        preempted = self.num_preempted
+        decoding = [sample for sample in self.running if sample.num_uncomputed == 1]
+        prefilling = [sample for sample in self.running if sample.num_uncomputed > 1]
+        for sample in decoding + prefilling:
+            budget = self._config.token_budget - sum(plan.values())
+            if sample.lease is not None and budget > 0:
+                self._plan(sample, min(sample.num_uncomputed, budget), plan)
+        if self.num_preempted == preempted:
+            self._admit(plan)
+        return [
+            Rows(sample, sample.running_lease.num_computed_tokens, sample.running_lease.num_computed_tokens + count)
+            for sample, count in plan.items()
+        ]
+
+    def _plan(self, sample: Sample, count: int, plan: dict[Sample, int]) -> None:
+        """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""
+        while True:
+            try:
+                self._cache.reserve(sample.running_lease, count)
+            except OutOfBlocks:
+                victim = max(self.running, key=lambda other: (other.request.priority, *_arrival(other)))
+                self._preempt(victim)
+                plan.pop(victim, None)
+                if victim is sample:
+                    return
+            else:
+                plan[sample] = count
+                return
+
+    def _preempt(self, sample: Sample) -> None:
+        self.running.remove(sample)
+        self._release(sample)
+        self.add(sample)
+        self.num_preempted += 1
+
+    def _admit(self, plan: dict[Sample, int]) -> None:
+        budget = self._config.token_budget - sum(plan.values())
+        if not self.waiting or budget <= 0 or len(self.running) >= self._config.max_num_seqs:
+            return
+        for sample in list(self._order(self.waiting, self._cache)):
+            if sample.pending is not None and sample.pending.is_pending:
+                continue
+            if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
+                return
+            tokens, scope = sample.tokens.view, sample.request.scope
+            hit = self._cache.lookup(tokens, scope)
+            sample.pending = self._cache.pending(tokens, scope, hit.num_tokens)
+            if sample.pending is not None:
+                continue
+            if self.running and not self._has_room(len(tokens), hit):
+                return  # not the next one either: a small request must not overtake a large one for ever
+            count = self._start(sample, budget, plan)
+            if not count:
+                return
+            budget -= count
+
+    def _start(self, sample: Sample, budget: int, plan: dict[Sample, int]) -> int:
+        """Give a waiting sample a lease and room for its first tokens; returns how many, 0 if there is no room."""
+        sample.lease = self._cache.acquire(sample.tokens.view, sample.request.scope)
+        count = min(sample.num_uncomputed, budget)
+        try:
+            self._cache.reserve(sample.lease, count)
+        except OutOfBlocks:
+            self._release(sample)
+            return 0
+        self.waiting.remove(sample)
+        self.start(sample)
+        plan[sample] = count
+        return count
+
+    def _has_room(self, num_tokens: int, hit: Hit) -> bool:
+        """Whether a prompt fits beside what runs, with a block to spare for each running sample to grow into."""
+        needed = self._cache.peak_blocks(num_tokens + 1, self._config.token_budget) - hit.num_blocks
+        spare = len(self.running) * len(self._cache.layout.groups)
+        return needed + spare <= self._cache.num_available_blocks - hit.num_idle_blocks
