@@ -1,0 +1,44 @@
+"""Kernels: plain tensors in, plain tensors out. They know blocks and slots; never requests, trees or models.
+
+The memory that attention reads, for one layer:
+
+    pool   block 0             block 1             block 2
+           |K.. V.. other L..| |K.. V.. other L..| |K.. V.. other L..|   block-major: a block holds every layer, so the
+            ^                   ^                   ^                    stride from block to block is large (64-bit)
+    KVView  keys[0], values[0]  keys[1], ...        keys[2], ...         [num_kv_heads, block_size, head_dim] each
+
+    block_table[r]   [ 7 | 2 | 5 | * ]      KV entry j of request r is in block block_table[r][j // block_size],
+                       0..15  ..   ^        at offset j % block_size; entries outside what r sees are never read
+    slot             block_id * block_size + offset: where `write_kv` puts a row
+
+    q rows   | request 0: 3 rows | request 1: 1 row | ...      query_start = [0, 3, 4, ...]
+             row i of n sees entries 0 .. context_len - n + i
+
+`dispatch` holds the public functions and picks the backend; `checks` the argument rules; `reference` is the oracle in
+torch; `native` calls the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
+"""
+
+from pagoda.kernels.dispatch import (
+    add_rms_norm,
+    backend_name,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope_write_kv,
+    silu_mul,
+    write_kv,
+)
+from pagoda.kernels.types import AttentionOutput, KVView
+
+__all__ = [
+    "AttentionOutput",
+    "KVView",
+    "add_rms_norm",
+    "backend_name",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rope_write_kv",
+    "silu_mul",
+    "write_kv",
+]

@@ -1,0 +1,139 @@
+"""Shapes, dtypes and strides, checked once for every backend. Values (block ids, slots) are checked by the backends."""
+
+from __future__ import annotations
+
+import torch
+
+from pagoda.errors import KernelError
+from pagoda.kernels.types import KVView
+
+KV_FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+FLOAT_DTYPES = frozenset(KV_FORMATS.values())
+
+
+def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+    """`x` `[..., dim]` with a contiguous last dimension, `weight` `[dim]`, `residual` like `x`."""
+    _check_float("x", x)
+    if x.dim() < 2 or x.dim() > 3 or weight.shape != x.shape[-1:]:
+        raise KernelError(f"rms_norm needs x [rows, (heads,) dim] and weight [dim]; got {_show(x)} and {_show(weight)}")
+    if weight.dtype != x.dtype:
+        raise KernelError(f"x is {x.dtype} but weight is {weight.dtype}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise KernelError(f"residual must be like x; got {_show(residual)} and {_show(x)}")
+    _check_rows("weight", weight)
+    _check_rows("x", x)
+    if residual is not None:
+        _check_rows("residual", residual)
+
+
+def check_gate_up(gate_up: torch.Tensor) -> None:
+    """`[rows, 2 * inter]`, the last dimension contiguous."""
+    _check_float("gate_up", gate_up)
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise KernelError(f"silu_mul needs [rows, 2 * inter]; got {_show(gate_up)}")
+    _check_rows("gate_up", gate_up)
+
+
+def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise KernelError(
+            f"linear needs x [rows, in] and weight [out, in] of one dtype; got {_show(x)}, {_show(weight)}"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {_show(bias)}")
+
+
+def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """`k`, `v` `[num_rows, num_kv_heads, head_dim]` in the view's dtype, `slot_mapping` int64 `[num_rows]`."""
+    check_view(view)
+    _, num_kv_heads, _, head_dim = view.keys.shape
+    for name, new in (("k", k), ("v", v)):
+        if new.dim() != 3 or new.shape[1] != num_kv_heads or new.shape[2] != head_dim or new.dtype != view.keys.dtype:
+            raise KernelError(
+                f"{name} must be [num_rows, {num_kv_heads}, {head_dim}] {view.keys.dtype}; got {_show(new)}"
+            )
+        _check_rows(name, new)
+    if k.shape[0] != v.shape[0]:
+        raise KernelError(f"k has {k.shape[0]} rows and v {v.shape[0]}")
+    _check_index("slot_mapping", slot_mapping, torch.int64, k.shape[0])
+
+
+def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> None:
+    """`q` like `k` but for its heads; float32 tables `[max_pos, head_dim / 2]` or `[max_pos, head_dim]`."""
+    if q.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+        raise KernelError(f"q must be [{k.shape[0]}, num_heads, {k.shape[2]}] {k.dtype}; got {_show(q)}")
+    _check_rows("q", q)
+    head_dim = q.shape[2]
+    if head_dim % 2 or cos.dim() != 2 or cos.shape[1] not in (head_dim // 2, head_dim) or cos.shape != sin.shape:
+        raise KernelError(
+            f"cos and sin must be [max_pos, {head_dim // 2}] or [max_pos, {head_dim}]; got {_show(cos)}, {_show(sin)}"
+        )
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        raise KernelError(f"cos and sin must be float32; got {cos.dtype} and {sin.dtype}")
+    _check_rows("cos", cos)
+    _check_rows("sin", sin)
+    _check_index("positions", positions, torch.int64, q.shape[0])
+
+
+def check_attention(
+    q: torch.Tensor,
+    view: KVView,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    kv_format: str | None,
+) -> None:
+    """The arguments of `paged_attention`."""
+    check_view(view)
+    _, num_kv_heads, _, head_dim = view.keys.shape
+    dtype = view.keys.dtype
+    if kv_format is not None and KV_FORMATS.get(kv_format) != dtype:
+        raise KernelError(f"kv_format {kv_format!r} with a {dtype} view; known: {', '.join(KV_FORMATS)}")
+    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or q.dtype != dtype:
+        raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}] {dtype}; got {_show(q)}")
+    _check_rows("q", q)
+    num_requests = context_lens.numel()
+    _check_index("context_lens", context_lens, torch.int32, num_requests)
+    _check_index("query_start", query_start, torch.int32, num_requests + 1)
+    if block_table.dim() != 2 or block_table.shape[0] != num_requests or block_table.dtype != torch.int32:
+        raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {_show(block_table)}")
+    _check_rows("block_table", block_table)
+    if window is not None and window < 1:
+        raise KernelError(f"window must be at least 1; got {window}")
+    if softcap is not None and softcap <= 0:
+        raise KernelError(f"softcap must be positive; got {softcap}")
+
+
+def check_view(view: KVView) -> None:
+    """Keys and values of one shape and dtype, the last dimension contiguous."""
+    keys, values = view.keys, view.values
+    _check_float("keys", keys)
+    if keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
+        raise KernelError(
+            "keys and values must both be [num_blocks, num_kv_heads, block_size, head_dim]; "
+            f"got {_show(keys)} and {_show(values)}"
+        )
+    _check_rows("keys", keys)
+    _check_rows("values", values)
+
+
+def _check_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise KernelError(f"{name} must be float32, bfloat16 or float16; got {tensor.dtype}")
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise KernelError(f"the last dimension of {name} must be contiguous; its strides are {tensor.stride()}")
+
+
+def _check_index(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != length or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise KernelError(f"{name} must be a contiguous [{length}] {dtype}; got {_show(tensor)}")
+
+
+def _show(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

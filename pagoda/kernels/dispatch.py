@@ -1,0 +1,234 @@
+"""The public kernels: check the arguments, then run the backend that was chosen at import.
+
+`PAGODA_KERNELS=reference|native` forces a backend. Otherwise it is the native extension where it was built, and the
+reference, with one warning, where it was not. Tensors that are not in CPU memory always go to the reference.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import ModuleType
+
+import torch
+
+from pagoda.errors import ConfigError
+from pagoda.kernels import checks, reference
+from pagoda.kernels.types import AttentionOutput, KVView
+
+
+def _choose_backend() -> ModuleType:
+    wanted = os.environ.get("PAGODA_KERNELS", "")
+    if wanted not in ("", "native", "reference"):
+        raise ConfigError(f"PAGODA_KERNELS={wanted!r}; known: native, reference")
+    if wanted == "reference":
+        return reference
+    try:
+        from pagoda.kernels import native
+    except ImportError as error:
+        if wanted == "native":
+            raise ConfigError(f"PAGODA_KERNELS=native, but the extension does not load: {error}") from error
+        warnings.warn(
+            f"Pagoda's native kernels are missing ({error}); the slow reference kernels are used. "
+            "Reinstall with a C++20 compiler, or set PAGODA_KERNELS=reference to silence this.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reference
+    return native
+
+
+_backend = _choose_backend()
+
+
+def backend_name() -> str:
+    """`native` or `reference`: what runs for tensors in CPU memory."""
+    return _backend.__name__.rpartition(".")[2]
+
+
+def _backend_for(tensor: torch.Tensor) -> ModuleType:
+    return _backend if tensor.is_cpu else reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by its root mean square and multiply by `weight` (Zhang and Sennrich, arXiv:1910.07467).
+
+    Args:
+        x: `[rows, dim]` or `[rows, heads, dim]`; only the last dimension must be contiguous.
+        weight: `[dim]`, in the dtype of `x`.
+        eps: added to the mean square.
+
+    Returns:
+        A new contiguous tensor like `x`; the arithmetic is float32, rounded once.
+
+    Raises:
+        KernelError: wrong shapes, dtypes or strides.
+    """
+    checks.check_norm(x, weight)
+    result: torch.Tensor = _backend_for(x).rms_norm(x, weight, eps)
+    return result
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add `x` to the residual stream, and normalise the sum as `rms_norm` does.
+
+    Args:
+        x: `[rows, dim]`.
+        residual: like `x`; not changed.
+        weight: `[dim]`.
+        eps: added to the mean square.
+
+    Returns:
+        The normalised rows and the new residual, both new tensors. The norm sees the rounded residual.
+
+    Raises:
+        KernelError: wrong shapes, dtypes or strides.
+    """
+    checks.check_norm(x, weight, residual)
+    result: tuple[torch.Tensor, torch.Tensor] = _backend_for(x).add_rms_norm(x, residual, weight, eps)
+    return result
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU's product: `silu(gate) * up` (Shazeer, arXiv:2002.05202).
+
+    Args:
+        gate_up: `[rows, 2 * inter]`, the gate first.
+
+    Returns:
+        A new `[rows, inter]`.
+
+    Raises:
+        KernelError: wrong shape, dtype or strides.
+    """
+    checks.check_gate_up(gate_up)
+    result: torch.Tensor = _backend_for(gate_up).silu_mul(gate_up)
+    return result
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`; few BF16 rows take a kernel that reads the weights at memory speed.
+
+    Args:
+        x: `[rows, in]`.
+        weight: `[out, in]`.
+        bias: `[out]`, or None.
+
+    Returns:
+        A new `[rows, out]`.
+
+    Raises:
+        KernelError: wrong shapes or mixed dtypes.
+    """
+    checks.check_linear(x, weight, bias)
+    result: torch.Tensor = _backend_for(x).linear(x, weight, bias)
+    return result
+
+
+def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Copy each row's keys and values into its slot. Mutates the pool behind `view`, and only those slots.
+
+    Args:
+        view: one layer of the pool.
+        k: `[num_rows, num_kv_heads, head_dim]` in the view's dtype, rows and heads strided as they like.
+        v: like `k`.
+        slot_mapping: int64 `[num_rows]`: `block_id * block_size + offset`, all different.
+
+    Raises:
+        KernelError: wrong shapes, dtypes or strides, or a slot outside the pool; then nothing is written.
+    """
+    checks.check_write(view, k, v, slot_mapping)
+    _backend_for(k).write_kv(view, k, v, slot_mapping)
+
+
+def rope_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    view: KVView,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries and keys by their positions, and write keys and values to their slots (RoPE, arXiv:2104.09864).
+
+    Dimension `i` of a head is paired with `i + head_dim / 2` (the rotate-half order of Llama and GPT-NeoX checkpoints).
+    Mutates `q` (rotated in place) and the pool; `k` and `v` keep their values.
+
+    Args:
+        q: `[num_rows, num_heads, head_dim]`.
+        k: `[num_rows, num_kv_heads, head_dim]`.
+        v: like `k`.
+        cos: float32 `[max_pos, head_dim / 2]`, or `[max_pos, head_dim]` of which the first half is used.
+        sin: like `cos`.
+        positions: int64 `[num_rows]`.
+        view: one layer of the pool.
+        slot_mapping: int64 `[num_rows]`.
+
+    Returns:
+        `q`.
+
+    Raises:
+        KernelError: as `write_kv`, or a position outside the tables; then nothing is written.
+    """
+    checks.check_write(view, k, v, slot_mapping)
+    checks.check_rope(q, k, cos, sin, positions)
+    result: torch.Tensor = _backend_for(q).rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
+    return result
+
+
+def paged_attention(
+    q: torch.Tensor,
+    view: KVView,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_format: str | None = None,
+    need_lse: bool = False,
+    need_mass: bool = False,
+) -> AttentionOutput:
+    """Causal attention of ragged rows over a paged KV pool, one softmax pass (PagedAttention, arXiv:2309.06180).
+
+    Row `i` of a request with `n` rows sees KV entries `j <= context_len - n + i`, and with a window also
+    `j > context_len - n + i - window`. Block table entries of blocks that no row of the request sees are never used.
+
+    Args:
+        q: `[num_rows, num_heads, head_dim]`; query head `h` reads KV head `h // (num_heads / num_kv_heads)`.
+        view: one layer of the pool, the new rows' entries already written.
+        block_table: int32 `[num_requests, max_blocks]`.
+        query_start: int32 `[num_requests + 1]`, row offsets.
+        context_lens: int32 `[num_requests]`, KV entries of each request, the new rows included.
+        scale: multiplies the scores; usually `head_dim ** -0.5`.
+        window: how many entries each row sees at most.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        kv_format: `bf16`, `fp16` or `fp32`; None means the one of the view's dtype.
+        need_lse: also return each row's log-sum-exp.
+        need_mass: also return the attention mass of each KV entry (what H2O, arXiv:2306.14048, keeps by).
+
+    Returns:
+        New tensors; see AttentionOutput.
+
+    Raises:
+        KernelError: wrong shapes, dtypes, strides, lengths or block ids.
+    """
+    checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap, kv_format)
+    result: AttentionOutput = _backend_for(q).paged_attention(
+        q,
+        view,
+        block_table,
+        query_start,
+        context_lens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        need_lse=need_lse,
+        need_mass=need_mass,
+    )
+    return result
