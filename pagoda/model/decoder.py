@@ -121,8 +121,9 @@ class Decoder:
     def _project(self, layer: LayerWeights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each `[rows, heads, head_dim]`."""
         spec = self.spec
-        qkv = linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, spec.head_dim))
-        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        q, k, v = qkv[:, :first_key], qkv[:, first_key:first_value], qkv[:, first_value:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, spec.norm_eps)
             k = rms_norm(k, layer.k_norm, spec.norm_eps)

@@ -105,6 +105,8 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[s
         return found
 
     heads, hidden = value("attention.head_count"), value("embedding_length")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        raise UnsupportedModel("GGUF models whose layers differ in size are not supported")
     head_dim = value("attention.key_length", hidden // max(heads, 1))
     if value("attention.value_length", head_dim) != head_dim or value("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModel("GGUF heads with unequal keys and values, or rotated in part, are not supported")

@@ -40,7 +40,9 @@ class LayerHook(Protocol):
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> ForwardBatch:
-        """See a layer's queries, keys and values (`[rows, heads, head_dim]`, not yet rotated or written).
+        """See a layer's queries, keys and values, each `[rows, heads, head_dim]`, not yet rotated or written.
+
+        Copy what must outlast the call: `q` is rotated in place after it.
 
         Returns the batch that this layer alone writes and attends with: `batch`, or one with other block tables and
         lengths.

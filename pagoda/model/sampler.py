@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pagoda.errors import InvalidRequest, ModelError
@@ -67,7 +68,7 @@ class SamplerState:
         self,
         params: Sampling,
         vocab_size: int,
-        prompt_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] | np.ndarray = (),
         *,
         index: int = 0,
         device: torch.device | str = "cpu",
@@ -85,7 +86,7 @@ class SamplerState:
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             self._output_counts = torch.zeros(vocab_size, device=device)
             self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._in_prompt[torch.tensor(list(set(prompt_ids)), dtype=torch.int64, device=device)] = True
+            self._in_prompt[torch.from_numpy(np.array(prompt_ids, dtype=np.int64)).to(device)] = True
 
     def append(self, token_id: int) -> None:
         """Count a token of the output."""

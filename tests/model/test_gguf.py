@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
-from pagoda.errors import UnsupportedModel, WeightsError
+from pagoda.errors import ModelError, UnsupportedModel, WeightsError
 from pagoda.model import gguf as converter
 from pagoda.model.loader import load_model
 from tests.model import tokenizers_made_here as made
@@ -225,3 +227,24 @@ def test_the_converted_folder_is_a_hugging_face_model(llama, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert torch.equal(again.lm_head.weight, llama.lm_head.weight)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_damaged_files_never_fail_in_an_unnamed_way(llama, tmp_path, cache):
+    """Whatever bytes of the header change, the file loads or is refused with a reason."""
+    path = write(tmp_path / "m.gguf", llama, TOKENIZER)
+    data = path.read_bytes()
+    header = data.find(b"output_norm.weight")
+    reasons = []
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        damaged = bytearray(data)
+        for position in random.integers(0, header, size=3):
+            damaged[position] = random.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            load_model(str(path))
+        except ModelError as error:
+            reasons.append(str(error))
+        shutil.rmtree(cache / "models", ignore_errors=True)
+    assert len(reasons) > 10
+    assert all(len(reason) > 20 for reason in reasons)
