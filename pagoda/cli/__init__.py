@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from pagoda import __version__
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
 from pagoda.cli.serve import serve
 from pagoda.errors import PagodaError
-from pagoda.server.version import pagoda_version
 
 app = typer.Typer(
     name="pagoda",
@@ -33,7 +33,7 @@ app.command()(generate)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"pagoda {pagoda_version()}")
+        print(f"pagoda {__version__}")
         raise typer.Exit
 
 

@@ -34,7 +34,7 @@ def generate(
         n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
     engine = options.load_engine(model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype)
-    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+    for prompt, result in zip(prompts, engine.generate(prompts, params, progress=True), strict=True):
         if as_json:
             print(json.dumps(_record(prompt, result.completions, result.usage), ensure_ascii=False))
         else:

@@ -19,7 +19,6 @@ from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagoda.engine.engine import Engine
-
     from pagoda.server.auth import ApiKeys
 
 _ACCESS = "Access"
@@ -120,13 +119,14 @@ def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:
 
 
 def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKeys | None) -> None:
+    from pagoda.engine.memory import format_size
+
     cache = engine.cache_info()
-    num_tokens = cache.num_blocks * cache.block_size
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     lines = {
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
-        "KV cache": f"{cache.bytes_total / 2**30:.2f} GiB = {cache.num_blocks:,} blocks of {cache.block_size}"
-        f" = {num_tokens:,} tokens = {num_tokens / engine.max_model_len:.1f} users at full context",
+        "KV cache": f"{format_size(cache.bytes_total)} = {cache.num_blocks:,} blocks of {cache.block_size}"
+        f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
         "API": f"{url}/v1, {'API key required' if keys else 'no API key'}; metrics at {url}/metrics",
     }
     console = Console(stderr=True, highlight=False, soft_wrap=True)

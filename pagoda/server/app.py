@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from pagoda import __version__
 from pagoda.server.auth import ApiKeys
 from pagoda.server.backend import Backend
 from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.metrics import Metrics
 from pagoda.server.openai import Served, openai_router
-from pagoda.server.version import pagoda_version
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -81,7 +81,7 @@ def create_app(
         request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
 
     # No OpenAPI page: bodies are read by hand, so it would list no fields. docs/api.md does.
-    app = FastAPI(title="Pagoda", version=pagoda_version(), lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
     install_handlers(app)
     served = Served(engine, tuple(served_model_names) or (engine.model_name,))
@@ -111,6 +111,6 @@ def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": pagoda_version()})
+        return JSONResponse({"version": __version__})
 
     return router

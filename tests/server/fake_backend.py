@@ -137,7 +137,8 @@ class FakeBackend:
         if room < (params.max_tokens or 1):
             raise ContextTooLong(
                 f"{len(prompt)} prompt tokens and {params.max_tokens or 1} to generate exceed the context of "
-                f"{self.max_model_len}"
+                f"{self.max_model_len}",
+                param="prompt" if room < 1 else "max_tokens",
             )
         request_id = request_id or uuid.uuid4().hex
         self.live[request_id] = -(-len(prompt) // BLOCK_SIZE)

@@ -269,11 +269,13 @@ def test_best_of_equal_to_n_is_taken(api: httpx.Client) -> None:
 def test_context_too_long(api: httpx.Client, stream: bool) -> None:
     long = {"prompt": "x" * 3000, "stream": stream}
     code = "context_length_exceeded"
-    check(api.post("/v1/completions", json=long), 400, "3000", "2048", code=code)
+    check(api.post("/v1/completions", json=long), 400, "3000", "2048", param="prompt", code=code)
+    chat = {"messages": [{"role": "user", "content": "x" * 3000}], "stream": stream}
+    check(api.post("/v1/chat/completions", json=chat), 400, "2048", param="messages", code=code)
     much = {"prompt": "x", "max_tokens": 2048, "stream": stream}
-    check(api.post("/v1/completions", json=much), 400, "2048", code=code)
+    check(api.post("/v1/completions", json=much), 400, "2048", param="max_tokens", code=code)
     batch = {"prompt": ["x" * 3000, "x" * 3000], "stream": stream}
-    check(api.post("/v1/completions", json=batch), 400, "3000", code=code)
+    check(api.post("/v1/completions", json=batch), 400, "3000", param="prompt", code=code)
 
 
 async def test_unknown_model_names_those_served() -> None:

@@ -8,8 +8,11 @@ import threading
 import openai
 import pytest
 
+from pagoda.engine.outputs import Delta, TokenLogprob
+from pagoda.server.openai.completions import CompletionWording
+
 from .conftest import Live
-from .fake_backend import STORY
+from .fake_backend import STORY, FakeTokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -252,3 +255,12 @@ async def test_many_at_once(live: Live) -> None:
         return answer.choices[0].message.content or ""
 
     assert await asyncio.gather(*map(ask, range(30))) == [story(20 + index) for index in range(30)]
+
+
+def test_tokens_that_are_parts_of_a_character_stay_apart() -> None:
+    wording = CompletionWording(FakeTokenizer())
+    euro = [TokenLogprob(byte, -0.1, ((0xE2, -0.1), (0x82, -0.2))) for byte in "a€b".encode()]
+    logprobs = wording.chunk(0, Delta(0, "a€b", (), tuple(euro)))["logprobs"]
+    assert logprobs["tokens"] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "b"]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [3, 2, 2, 3, 3]

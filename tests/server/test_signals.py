@@ -21,7 +21,8 @@ from pagoda import cli
 from pagoda.cli import options
 from tests.server.fake_backend import FakeBackend
 
-cache = SimpleNamespace(num_blocks=1000, block_size=16, bytes_total=2**30)
+sizes = dict(num_blocks=1000, block_size=16, bytes_total=2**30, tokens_total=16000, users_at_full_context=7.8)
+cache = SimpleNamespace(**sizes)
 engine = SimpleNamespace(model_name="fake", max_model_len=2048, cache_info=lambda: cache)
 options.load_engine = lambda model, **settings: engine
 options.as_async = lambda engine: FakeBackend(step_s=0.02)
@@ -41,7 +42,7 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
             line = process.stderr.readline()
             assert line, printed
             printed += line
-        assert "1.00 GiB = 1,000 blocks of 16 = 16,000 tokens = 7.8 users at full context" in printed
+        assert "1.0 GiB = 1,000 blocks of 16 = 16,000 tokens = 7.8 users at full context" in printed
         found = re.search(r"curl (http://127\.0\.0\.1:\d+)", printed)
         assert found
         _await_health(found[1])

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from pagoda.errors import ContextTooLong
 from pagoda.server.body import read_body
 from pagoda.server.openai.chat import prepare_chat
 from pagoda.server.openai.completions import prepare_completion
@@ -24,7 +25,11 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
         job, wording = await asyncio.to_thread(prepare_chat, served, body, request.state.namespace)
-        return await respond(request, served, job, wording)
+        try:
+            return await respond(request, served, job, wording)
+        except ContextTooLong as error:
+            # The engine knows prompts, this endpoint's callers know messages.
+            raise ContextTooLong(str(error), param="messages" if error.param == "prompt" else error.param) from None
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -91,6 +92,9 @@ class CompletionWording:
         self._tokenizer = tokenizer
         self._echoes = echoes
         self._offsets: dict[int, int] = defaultdict(int)
+        self._utf8: dict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
 
     def opening(self, choice: int) -> Iterable[dict[str, Any]]:
         """The echoed prompt."""
@@ -109,23 +113,31 @@ class CompletionWording:
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not entries:
             return None
-        text_of = self._tokenizer.token_text
-        tokens = [text_of(entry.token_id) for entry in entries]
+        tokens = [self._token(entry.token_id) for entry in entries]
         offsets: list[int] = []
-        for token in tokens:
+        for entry in entries:
             offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token)
+            text = self._utf8[choice].decode(self._tokenizer.token_bytes(entry.token_id))
+            self._offsets[choice] += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             # As OpenAI does, the chosen token is listed even where it is not among the likeliest.
             "top_logprobs": [
-                {text_of(token_id): logprob for token_id, logprob in alternatives(entry)}
+                {self._token(token_id): logprob for token_id, logprob in alternatives(entry)}
                 | {token: finite(entry.logprob)}
                 for token, entry in zip(tokens, entries, strict=True)
             ],
             "text_offset": offsets,
         }
+
+    def _token(self, token_id: int) -> str:
+        """A token's text; a part of a character as OpenAI writes it, or several would be one key of `top_logprobs`."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:

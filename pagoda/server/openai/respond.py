@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from pagoda import __version__
 from pagoda.engine.outputs import Completion, Delta, FinishReason, RequestOutput, TokenLogprob, Usage
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
 from pagoda.server.stream import EventStream, merge, until_disconnect
-from pagoda.server.version import pagoda_version
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
 
@@ -124,7 +124,7 @@ class _Frame:
             "id": job.id,
             "created": int(time.time()),
             "model": job.model,
-            "system_fingerprint": f"pagoda-{pagoda_version()}-{served.engine.model_name}",
+            "system_fingerprint": f"pagoda-{__version__}-{served.engine.model_name}",
         }
 
     def choice_of(self, prompt_index: int, delta: Delta) -> int:

@@ -1,0 +1,146 @@
+"""The server over the real engine and a tiny random model: the two halves fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.engine.aio import AsyncEngine
+from pagoda.engine.engine import Engine
+from tests.model import models, tokenizers_made_here
+
+from .conftest import Live, run_server
+
+QUESTION = [{"role": "user", "content": "When does the harbour master count the boats, and what of the tide?"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "seed": 1, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = tokenizers_made_here.byte_level()
+    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=512)
+    folder = models.save(model, tmp_path_factory.mktemp("tiny"))
+    return tokenizers_made_here.save(tokenizer, folder)
+
+
+@pytest.fixture
+async def live(folder: Path) -> AsyncIterator[Live]:
+    engine = Engine(str(folder), dtype="float32", kv_memory="2MiB", max_num_seqs=16, token_budget=64, progress=False)
+    async with run_server(AsyncEngine(engine), served_model_names=["tiny"], drain_s=1) as running:
+        yield running
+        await until_nothing_is_held(running)
+
+
+async def until_nothing_is_held(live: Live) -> None:
+    async with asyncio.timeout(2):
+        while live.backend.stats().num_held_blocks:
+            await asyncio.sleep(0.005)
+
+
+async def until_something_is_held(live: Live) -> None:
+    async with asyncio.timeout(2):
+        while not live.backend.stats().num_held_blocks:
+            await asyncio.sleep(0.001)
+
+
+async def test_whole_and_streamed_answers_agree_and_the_second_hits(live: Live) -> None:
+    whole = await live.client.chat.completions.create(messages=QUESTION, **GREEDY)
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert 1 <= whole.usage.completion_tokens <= 24
+    stream = await live.client.chat.completions.create(
+        messages=QUESTION, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+async def test_salts_do_not_share(live: Live) -> None:
+    async def cached(salt: str) -> int:
+        answer = await live.client.chat.completions.create(messages=QUESTION, extra_body={"cache_salt": salt}, **GREEDY)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert await cached("a") == 0
+    assert await cached("b") == 0
+    assert await cached("a") > 0
+
+
+async def test_samples_and_logprobs(live: Live) -> None:
+    answer = await live.client.completions.create(
+        model="tiny", prompt=["The harbour", "The tide"], n=3, max_tokens=8, logprobs=2, extra_body={"ignore_eos": True}
+    )
+    assert len(answer.choices) == 6
+    for choice in answer.choices:
+        assert len(choice.logprobs.tokens) == 8
+        assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs)
+        assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs)
+        assert choice.finish_reason == "length"
+
+
+async def test_many_users_get_what_one_would(live: Live) -> None:
+    async def ask(index: int) -> str:
+        answer = await live.client.completions.create(prompt=f"The boats at dawn {index}", **GREEDY)
+        return answer.choices[0].text
+
+    together = await asyncio.gather(*map(ask, range(12)))
+    assert together == [await ask(index) for index in range(12)]
+
+
+async def test_leaving_frees_the_blocks(live: Live) -> None:
+    body = {"prompt": "The harbour", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    async with live.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        await until_something_is_held(live)
+    await until_nothing_is_held(live)
+    task = asyncio.create_task(live.http.post("/v1/completions", json=body | {"stream": False}))
+    await until_something_is_held(live)
+    task.cancel()
+    await until_nothing_is_held(live)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_can_never_fit_is_refused_with_the_numbers(live: Live, stream: bool) -> None:
+    body = {"prompt": [5] * 600, "max_tokens": 1, "stream": stream}
+    response = await live.http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "600" in error["message"]
+    assert "512" in error["message"]
+
+
+async def test_metrics_tell_of_hits(live: Live) -> None:
+    for _ in range(2):
+        await live.client.chat.completions.create(messages=QUESTION, **GREEDY)
+    text = (await live.http.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    query = float(values["pagoda_prefix_query_tokens_total"])
+    assert float(values["pagoda_prefix_hit_tokens_total"]) == query / 2 - 1
+    assert float(values["pagoda_time_to_first_token_seconds_count"]) == 2
+    assert float(values["pagoda_step_time_seconds_count"]) > 2
+    states = [float(values[f'pagoda_kv_blocks{{state="{state}"}}']) for state in ("free", "held", "cached")]
+    assert sum(states) == live.backend.stats().num_blocks
+    assert (await live.http.get("/health")).json()["status"] == "ok"
+
+
+async def test_stopping_ends_streams(folder: Path) -> None:
+    engine = Engine(str(folder), dtype="float32", kv_memory="2MiB", progress=False)
+    async with run_server(AsyncEngine(engine), drain_s=0) as live:
+        body = {"prompt": "The harbour", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with live.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            live.server.should_exit = True
+            events = [line async for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"abort"' in events[-2] or '"finish_reason":"length"' in events[-2]
+        await live.serving
+        assert not live.backend.is_healthy
+        assert engine.core.cache.num_held_blocks == 0
