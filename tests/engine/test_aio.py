@@ -1,0 +1,103 @@
+"""The asyncio facade: streams, cancellation, refusal, shutdown, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pagoda.engine.aio import AsyncEngine
+from pagoda.engine.engine import Engine
+from pagoda.engine.outputs import FinishReason, RequestOutput
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import InvalidRequest, RequestAborted
+from tests.engine.fakes import FakeRunner, FakeTokenizer, expected_output, make_core
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=400, temperature=0.0)
+
+
+def make(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
+    core, runner = make_core(num_blocks=200, **options)
+    whole = SimpleNamespace(core=core, model_name="fake", max_model_len=512, tokenizer=FakeTokenizer())
+    return AsyncEngine(cast(Engine, whole)), runner
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    return [output async for output in engine.stream(prompt, params)]
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(5):
+        while engine.stats().num_held_blocks or engine.stats().num_running:
+            await asyncio.sleep(0.005)
+
+
+async def test_streams_run_side_by_side() -> None:
+    engine, _ = make()
+    await engine.start()
+    streams = await asyncio.gather(*(collect(engine, [i + 1] * (3 + i)) for i in range(10)))
+    for i, outputs in enumerate(streams):
+        tokens = [token for output in outputs for delta in output.deltas for token in delta.token_ids]
+        assert tokens == expected_output([i + 1] * (3 + i), 6)
+        assert [output.finished for output in outputs] == [False] * 5 + [True]
+    await until_idle(engine)
+    await engine.stop()
+    assert not engine.is_healthy
+
+
+async def test_a_closed_stream_frees_its_blocks() -> None:
+    engine, _ = make()
+    await engine.start()
+    stream = engine.stream([1, 2, 3], ENDLESS)
+    await anext(stream)
+    await stream.aclose()
+    await until_idle(engine)
+    task = asyncio.create_task(collect(engine, [1, 2, 3], ENDLESS))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until_idle(engine)
+    await engine.stop()
+
+
+async def test_a_refusal_is_raised_in_the_stream_and_others_go_on() -> None:
+    engine, _ = make()
+    await engine.start()
+    with pytest.raises(InvalidRequest, match="empty"):
+        await collect(engine, [])
+    assert (await collect(engine, [1, 2]))[-1].finished
+    await engine.stop()
+
+
+async def test_stop_lets_short_streams_finish_and_aborts_long_ones() -> None:
+    engine, _ = make(max_model_len=100_000)
+    await engine.start()
+    short = asyncio.create_task(collect(engine, [1, 2, 3]))
+    long = asyncio.create_task(collect(engine, [4, 5], SamplingParams(max_tokens=700, temperature=0.0)))
+    await asyncio.sleep(0.02)
+    await engine.stop(drain_s=0.05)
+    assert (await short)[-1].deltas[0].finish_reason is FinishReason.LENGTH
+    assert (await long)[-1].deltas[0].finish_reason is FinishReason.ABORT
+    with pytest.raises(RequestAborted, match="not running"):
+        await collect(engine, [1])
+
+
+async def test_when_the_engine_dies_streams_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    engine, runner = make()
+    await engine.start()
+    stream = engine.stream([1, 2, 3], ENDLESS)
+    await anext(stream)
+    runner.fail_next = True
+    with pytest.raises(RequestAborted, match="stopped"):
+        async for _ in stream:
+            pass
+    async with asyncio.timeout(5):
+        while engine.is_healthy:
+            await asyncio.sleep(0.005)
+    with pytest.raises(RequestAborted, match="not running"):
+        await collect(engine, [1])
