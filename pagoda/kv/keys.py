@@ -18,8 +18,11 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.errors import ConfigError
+
 BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
+MAX_SECRET_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,7 @@ class Scope:
 
     def to_bytes(self) -> bytes:
         """An unambiguous encoding: each field with its length in front."""
-        fields = [f.encode() for f in (self.namespace, self.salt, self.adapter)]
-        return b"".join(len(f).to_bytes(4, "big") + f for f in fields)
+        return b"".join(_with_length(field.encode()) for field in (self.namespace, self.salt, self.adapter))
 
 
 class KeyChain:
@@ -46,32 +48,51 @@ class KeyChain:
     Args:
         fingerprint: `KVLayout.fingerprint` of the model that computes the blocks.
         secret: at most 64 bytes; shared by the processes that share stored blocks.
+
+    Raises:
+        ConfigError: either has a wrong length.
     """
 
     def __init__(self, fingerprint: bytes, secret: bytes = b"") -> None:
+        if len(fingerprint) != KEY_BYTES:
+            raise ConfigError(f"a model fingerprint has {KEY_BYTES} bytes, got {len(fingerprint)}")
+        if len(secret) > MAX_SECRET_BYTES:
+            raise ConfigError(f"the cluster secret has at most {MAX_SECRET_BYTES} bytes, got {len(secret)}")
         self._fingerprint = fingerprint
-        self._secret = secret
+        # Copying a state that has taken in the secret is faster than taking it in again for every key.
+        self._root = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda root")
+        self._block = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda block")
 
     def root(self, scope: Scope) -> BlockKey:
         """The parent key of a sequence's first block."""
-        return self._digest(b"root" + self._fingerprint + scope.to_bytes())
+        state = self._root.copy()
+        state.update(self._fingerprint + scope.to_bytes())
+        return BlockKey(state.digest())
 
     def child(self, parent: BlockKey, tokens: npt.NDArray[np.integer], extra: bytes = b"") -> BlockKey:
         """The key of a block of `tokens` (one whole block) after `parent`.
 
         `extra` names what the tokens alone do not: content digests of images or audio placed in the block.
         """
-        return self._digest(parent + extra + tokens.astype("<i8", copy=False).tobytes())
+        return self._key(parent, _with_length(extra) + tokens.astype("<i8", copy=False).tobytes())
 
     def chain(self, parent: BlockKey, tokens: npt.NDArray[np.integer], block_size: int) -> Sequence[BlockKey]:
         """Keys of every whole block of `tokens` (length a multiple of `block_size`) after `parent`."""
         data = tokens.astype("<i8").tobytes()
         step = 8 * block_size
+        no_extra = _with_length(b"")
         keys: list[BlockKey] = []
         for start in range(0, len(data), step):
-            parent = self._digest(parent + data[start : start + step])
+            parent = self._key(parent, no_extra + data[start : start + step])
             keys.append(parent)
         return keys
 
-    def _digest(self, data: bytes) -> BlockKey:
-        return BlockKey(hashlib.blake2b(data, digest_size=KEY_BYTES, key=self._secret).digest())
+    def _key(self, parent: BlockKey, content: bytes) -> BlockKey:
+        state = self._block.copy()
+        state.update(parent + content)
+        return BlockKey(state.digest())
+
+
+def _with_length(data: bytes) -> bytes:
+    """The bytes with their length in front, so that what follows cannot be read as part of them."""
+    return len(data).to_bytes(4, "big") + data
