@@ -67,6 +67,8 @@ class Allocator:
         Raises:
             OutOfBlocks: fewer are free; nothing is taken.
         """
+        if count < 0:
+            raise InvariantError(f"cannot allocate {count} blocks")
         if count > self._num_free:
             raise OutOfBlocks(count, self._num_free)
         top = self._num_free - count

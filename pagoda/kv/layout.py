@@ -67,6 +67,11 @@ class LayerSpec:
     parts: tuple[PartSpec, ...]
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"a layer's parts need different names, got {', '.join(names)}")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
@@ -133,6 +138,8 @@ class KVLayout:
         """The layout of a decoder whose layers all keep keys and values of one shape."""
         parts = attention_parts(num_kv_heads, head_dim, block_size, dtype)
         per_layer = windows if windows is not None else [None] * num_layers
+        if len(per_layer) != num_layers:
+            raise ConfigError(f"{len(per_layer)} windows for {num_layers} layers")
         return cls([LayerSpec(parts, window) for window in per_layer], block_size)
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, InvariantError
 from pagoda.kv.layout import DTYPE_BYTES, KVLayout
 
 _TOUCH_BYTES = 64 << 20
@@ -66,8 +66,16 @@ class BlockPool:
 
     def export_block(self, block_id: int, buffer: torch.Tensor) -> None:
         """Copy a block's bytes into `buffer`, uint8 `[block_bytes]`. Mutates the buffer."""
+        self._check(buffer)
         buffer.copy_(self._bytes[block_id, : self.layout.block_bytes])
 
     def import_block(self, block_id: int, buffer: torch.Tensor) -> None:
         """Fill a block from `buffer`, uint8 `[block_bytes]`. Mutates the block."""
+        self._check(buffer)
         self._bytes[block_id, : self.layout.block_bytes].copy_(buffer)
+
+    def _check(self, buffer: torch.Tensor) -> None:
+        if buffer.dtype != torch.uint8 or buffer.shape != (self.layout.block_bytes,):  # torch would convert, broadcast
+            raise InvariantError(
+                f"a block is uint8 [{self.layout.block_bytes}], got {buffer.dtype} {list(buffer.shape)}"
+            )
