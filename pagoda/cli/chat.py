@@ -61,7 +61,7 @@ def chat(
 def _converse(
     runner: asyncio.Runner, source: ChatSource, params: SamplingParams, opening: Sequence[dict[str, Any]]
 ) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"Chatting with {source.model_name}. {HELP}", style="dim", markup=False)
     messages = list(opening)
     while True:
@@ -110,7 +110,7 @@ async def _answer(
                 first = time.perf_counter()
             answer.append(piece.text)
             usage = piece.usage or usage
-            console.print(piece.text, end="", markup=False, soft_wrap=True)
+            console.print(piece.text, end="", markup=False)
             console.file.flush()
     console.print()
     if usage is not None:
@@ -129,4 +129,4 @@ def _figures(usage: Usage, start: float, first: float | None, end: float) -> str
 
 def _print_error(console: Console, error: PagodaError) -> None:
     console.print("error: ", style="bold red", end="")
-    console.print(str(error), markup=False, soft_wrap=True)
+    console.print(str(error), markup=False)

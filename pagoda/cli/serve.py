@@ -134,7 +134,8 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
         console.print(f"[bold]{label:<10}[/]{escape(text)}")
     if keys is None and not _is_loopback(host):
         console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is a pagoda?"}]})
+    messages = [{"role": "user", "content": "What is a pagoda?"}]
+    body = json.dumps({"model": name, "messages": messages, "temperature": 0.2, "max_tokens": 64})
     key_header = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if keys else ""
     console.print("Try it:", style="bold")
     console.print(

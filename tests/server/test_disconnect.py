@@ -143,3 +143,22 @@ async def test_merge_closes_every_stream_when_closed() -> None:
     assert len(backend.live) == 4
     await merged.aclose()
     assert backend.live == {}
+
+
+async def test_leaving_in_the_middle_of_the_body_is_nothing_special(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = int(live.url.rsplit(":", 1)[1])
+    for _ in range(5):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+        )
+        writer.write(head.encode() + b'{"prompt": "x')
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.close()
+    await asyncio.sleep(0.05)
+    assert (await live.http.post("/v1/completions", json={"prompt": "x"})).is_success
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pagoda import cli
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from tests.model import models, tokenizers_made_here
@@ -144,3 +146,20 @@ async def test_stopping_ends_streams(folder: Path) -> None:
         await live.serving
         assert not live.backend.is_healthy
         assert engine.core.cache.num_held_blocks == 0
+
+
+def test_generate_prints_lines_of_json(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(folder), "--max-tokens", "5", "--n", "2", "--kv-memory", "1MiB", "--dtype", "float32"]
+    monkeypatch.setattr("sys.argv", ["pagoda", "generate", "The harbour", "The tide turns", "--json", *options])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert not exit_.value.code
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["The harbour", "The tide turns"]
+    for record in records:
+        first, second = record["texts"]
+        assert first == second  # greedy by default
+        assert record["num_output_tokens"] <= 10
+        assert set(record["finish_reasons"]) <= {"stop", "length"}
