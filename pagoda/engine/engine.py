@@ -123,7 +123,7 @@ class Engine:
             loaded.tokenizer,
             self.config,
             vocab_size=loaded.spec.vocab_size,
-            eos_ids=loaded.spec.eos_ids,
+            eos_ids=loaded.tokenizer.eos_ids,
             max_model_len=self.max_model_len,
         )
         self._bytes_total = pool.num_bytes

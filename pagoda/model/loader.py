@@ -47,7 +47,8 @@ def load_model(
 
     Args:
         name: `smollm2`, a folder, a `.gguf` file or a hub id.
-        dtype: `float32`, `bfloat16`, or `auto`: what the weights were saved in, if it is one of those, else float32.
+        dtype: `float32`, `bfloat16`, or `auto`: what the weights were saved in, if it is one of those, else float32;
+            bfloat16 for a GGUF file, whose quantized weights hold no more.
         device: where weights and computation go.
         max_model_len: a shorter context than the model's own, in tokens.
         progress: told about slow steps; by default a bar on stderr if that is a terminal.
@@ -73,7 +74,8 @@ def _load(
     identity = None
     folder = path
     if path.is_file():
-        folder = convert_gguf(path, _DTYPES.get(dtype, torch.float32), progress)
+        dtype = "bfloat16" if dtype == "auto" else dtype
+        folder = convert_gguf(path, _DTYPES[dtype], progress)
         identity = gguf_identity(path)
     config = read_json(folder / "config.json")
     if not config:

@@ -1,4 +1,4 @@
-"""The engine over real decoders with random weights: greedy outputs depend neither on the cache nor on who else runs."""
+"""The engine over real decoders with random weights: greedy outputs depend on neither the cache nor the batch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_window_bounds_what_a_request_holds(model: tuple[Path, Any]) -> None:
         held.append(cache.num_held_blocks)
     windows = [group.window for group in cache.layout.groups]
     assert sorted(windows, key=str) == [32, None]
-    # 237 tokens: 30 blocks of 8 in the full group; in the other a window of 32, the block being written, a step's worth.
+    # 237 tokens: 30 blocks of 8 in the full group; in the other a window of 32, the newest block, a step's worth.
     assert max(held) <= 30 + (32 + 48) // 8 + 1
     assert held[-2] <= 30 + 32 // 8 + 2
 
