@@ -83,7 +83,7 @@ class KVCache:
     Args:
         layout: the model's KV layout.
         pool: where the bytes are; anything that can copy a block.
-        policy: the order of eviction; LRU when None.
+        policy: the order of eviction, for this cache alone; LRU when None.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockCopier, policy: EvictionPolicy | None = None) -> None:
@@ -173,7 +173,7 @@ class KVCache:
             and len(self._windows) > self.num_available_blocks - self._hit(match).num_idle_blocks
         ):
             match = self._tree.match(tokens[: match.num_tokens // self.block_size * self.block_size], scope)
-        self._tree.touch(match)
+        match = self._tree.touch(match)
         full, extra = divmod(match.num_tokens, self.block_size)
         tables = [
             self._pin(row[:full], window, match.num_tokens)

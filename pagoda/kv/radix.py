@@ -14,13 +14,14 @@ Follows SGLang's RadixAttention (Zheng et al., 2024), with these rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.eviction import LRU, EvictionPolicy, EvictionQueue
+from pagoda.kv.eviction import LRU, EvictionPolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix, first_block_key
 
@@ -34,7 +35,7 @@ class RadixTree:
         block_size: tokens per block.
         windows: per layer group, its sliding window in tokens, or None.
         num_blocks: block ids are below this.
-        policy: the order of eviction.
+        policy: the order of eviction; it serves this tree alone.
     """
 
     def __init__(
@@ -46,11 +47,10 @@ class RadixTree:
     ) -> None:
         self.block_size = block_size
         self.windows = windows
-        self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # block id of group 0 -> node
+        self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
         self._roots: dict[Scope, Node] = {}
         self._now = 0
-        policy = policy or LRU()
-        self._leaves: EvictionQueue[Node] = EvictionQueue(policy)
+        self._policy = policy or LRU()
         self._slid: dict[Node, None] = {}  # an ordered set: nodes that may hold window blocks no hit will read
 
     # -- looking up: mutates nothing ---------------------------------------------------------------------------------
@@ -113,12 +113,27 @@ class RadixTree:
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
-    def touch(self, match: Match) -> None:
-        """Record a hit on every node of a match. Mutates their statistics."""
+    def touch(self, match: Match) -> Match:
+        """Record a hit on every node of a match. Mutates their statistics.
+
+        A node matched in part is split first, and blocks hit in part do not count: what was hit is likelier to be hit
+        again, so statistics must not mix. Returns the match with its path as it is then.
+        """
         self._now += 1
-        for node, _ in match.path:
-            node.last_access = self._now
-            node.num_hits += 1
+        path = list(match.path)
+        if path and path[-1][1] < path[-1][0].tokens.size:
+            node, shared = path.pop()
+            whole = shared // self.block_size * self.block_size
+            if whole:
+                path.append((self._split(node, whole), whole))
+            if shared > whole:
+                path.append((node, shared - whole))
+        for node, shared in path:
+            if shared == node.tokens.size:
+                node.last_access = self._now
+                node.num_hits += 1
+                self._policy.on_hit(node, self._now)
+        return Match(match.num_tokens, tuple(path), match.blocks)
 
     def insert(
         self, scope: Scope, after: int | None, tokens: TokenArray, blocks: BlockIds
@@ -192,14 +207,17 @@ class RadixTree:
     def _append(self, node: Node, tokens: TokenArray, blocks: BlockIds) -> None:
         """Put tokens below a node that ends at a block boundary: in it if it is a leaf, else in a new child."""
         if node.parent is not None and not node.children:
+            start = node.tokens.size
             node.tokens = np.concatenate([node.tokens, tokens])
             node.blocks = np.concatenate([node.blocks, blocks], axis=1)
         else:
+            start = 0
             child = Node(tokens.copy(), blocks.copy(), node, node.depth + node.tokens.size, self._now)
             node.attach(first_block_key(tokens, self.block_size), child)
             node = child
         node.last_access = self._now
         self._own(node, blocks[0])
+        self._policy.on_insert(node, start, self._now)
 
     def _merge(self, node: Node, start: int, blocks: BlockIds) -> BlockIds:
         """Fill the holes of a node from another's blocks for the same tokens; return what the node has now."""
@@ -220,6 +238,7 @@ class RadixTree:
         node.blocks = np.concatenate([node.blocks[:, : at // self.block_size], blocks], axis=1)
         node.last_access = self._now
         self._own(node, blocks[0])
+        self._policy.on_insert(node, at, self._now)
         return dropped
 
     def _split(self, node: Node, at: int) -> Node:
@@ -228,7 +247,7 @@ class RadixTree:
             raise InvariantError("nodes split at block boundaries, and roots do not")
         columns = at // self.block_size
         upper = Node(node.tokens[:at].copy(), node.blocks[:, :columns].copy(), node.parent, node.depth, node.created)
-        upper.last_access, upper.num_hits = node.last_access, node.num_hits
+        upper.last_access, upper.num_hits, upper.note = node.last_access, node.num_hits, node.note
         node.parent.attach(node.key, upper)
         node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[:, columns:].copy()
         node.depth += at
@@ -247,7 +266,7 @@ class RadixTree:
         if node is None:
             raise InvariantError(f"block {block_id} is not in the tree")
         if not node.children:
-            self._leaves.offer(node)
+            self._policy.offer(node)
         if any(self.windows):
             while node is not None and node.parent is not None:
                 self._slid[node] = None
@@ -271,7 +290,8 @@ class RadixTree:
                 del self._slid[node]
             gone.append(ids)
             missing -= ids.size
-        while missing > 0 and (leaf := self._leaves.take()) is not None:
+        while missing > 0 and (candidate := self._policy.take()) is not None:
+            leaf = cast(Node, candidate)
             if leaf.children:
                 continue
             ids, blocked = self._take_tail(leaf, held, missing)
@@ -280,7 +300,7 @@ class RadixTree:
             if not leaf.tokens.size:
                 self._remove(leaf)
             elif not blocked:
-                self._leaves.offer(leaf)
+                self._policy.offer(leaf)
         if missing > 0 and any(self.windows):  # only paths of running requests are left, and they slid past these
             for node in self.nodes():
                 ids = self._take_slid(node, held, missing, even_recent=True)
@@ -317,6 +337,7 @@ class RadixTree:
         columns = leaf.blocks.shape[1] - int(np.searchsorted(supply, enough, side="right"))
         tail = leaf.blocks[:, columns:]
         ids = tail.T[::-1][present[:, columns:].T[::-1]]
+        self._policy.on_evict(leaf, columns * self.block_size)
         leaf.tokens = _head(leaf.tokens, columns * self.block_size)
         leaf.blocks = leaf.blocks[:, :columns].copy()
         return ids, columns == first and columns > 0
@@ -331,7 +352,7 @@ class RadixTree:
             if not parent.children:
                 self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
         elif not parent.children:
-            self._leaves.offer(parent)
+            self._policy.offer(parent)
 
     # -- looking at all of it ----------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Node:
         "depth",
         "key",
         "last_access",
+        "note",
         "num_hits",
         "parent",
         "queued",
@@ -47,6 +48,7 @@ class Node:
         self.created = self.last_access = now
         self.num_hits = 0
         self.queued = False
+        self.note = 0.0
 
     def attach(self, key: bytes, child: Node) -> None:
         """Make `child` a child under the key of its first block."""

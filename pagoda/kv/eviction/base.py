@@ -1,0 +1,103 @@
+"""What a policy sees, what it must do, and the heap behind those that are a sort key.
+
+    tree ── offer(leaf) ──>  candidates  ── take() ──> the leaf whose end goes next
+         ── on_insert, on_hit, on_evict ──> whatever the policy wants to learn
+
+The tree offers only what may go (leaves that no request holds), so a policy never thinks about structure.
+A policy serves one tree: it keeps that tree's candidates and may write `note` on its nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Evictable(Protocol):
+    """What a policy may look at. Times are ticks of the tree's clock, one per lookup or insertion."""
+
+    tokens: npt.NDArray[np.integer]
+    depth: int  # tokens before this node on its path
+    created: int
+    last_access: int
+    num_hits: int
+    queued: bool  # the policy's: whether it has the leaf among its candidates
+    note: float  # the policy's: nothing else reads it, and both parts of a split node keep it
+
+    @property
+    def parent(self) -> Evictable | None:
+        """The node above; None at the top of a scope."""
+
+
+class EvictionPolicy(Protocol):
+    """Chooses among evictable leaves."""
+
+    def offer(self, leaf: Evictable) -> None:
+        """Make a leaf a candidate; called again for one that already is when another request lets go of it."""
+
+    def take(self) -> Evictable | None:
+        """Take the leaf to evict next out of the candidates; None when there is none.
+
+        It may be stale: hit, taken hold of, or no leaf since it was offered. The tree checks that.
+        """
+
+    def on_insert(self, node: Evictable, start: int, now: int) -> None:
+        """`node.tokens[start:]` are new. Called after the node's statistics changed."""
+
+    def on_hit(self, node: Evictable, now: int) -> None:
+        """All of the node was hit. Called after its statistics changed."""
+
+    def on_evict(self, node: Evictable, start: int) -> None:
+        """`node.tokens[start:]` are about to go."""
+
+
+class Hooks:
+    """Policies that learn nothing from a hook inherit it from here."""
+
+    def on_insert(self, node: Evictable, start: int, now: int) -> None:
+        """Nothing."""
+
+    def on_hit(self, node: Evictable, now: int) -> None:
+        """Nothing."""
+
+    def on_evict(self, node: Evictable, start: int) -> None:
+        """Nothing."""
+
+
+class SortKey(Hooks):
+    """Base of the policies that are a sort key: the smallest goes first.
+
+    A key is read when a leaf becomes evictable and again when it reaches the top of the heap: a leaf whose key has
+    grown since is put back, which keeps eviction at O(log n) without moving heap entries on every hit.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Evictable]] = []
+        self._order = itertools.count()
+
+    def key(self, leaf: Evictable) -> float:
+        """The sort key; it may grow while the leaf is in the tree, never shrink."""
+        raise NotImplementedError
+
+    def offer(self, leaf: Evictable) -> None:
+        """Put a leaf into the heap, unless it is there."""
+        if not leaf.queued:
+            leaf.queued = True
+            heapq.heappush(self._heap, (self.key(leaf), next(self._order), leaf))
+
+    def take(self) -> Evictable | None:
+        """Take out the leaf with the smallest key."""
+        while self._heap:
+            key, _, leaf = self._heap[0]
+            current = self.key(leaf)
+            if current > key:
+                heapq.heapreplace(self._heap, (current, next(self._order), leaf))
+                continue
+            heapq.heappop(self._heap)
+            leaf.queued = False
+            return leaf
+        return None

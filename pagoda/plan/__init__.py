@@ -1,0 +1,9 @@
+"""Planning: replay request traces through the real tree and its eviction policies, without a model.
+
+    trace file ──traces──> TraceRequest, TraceRequest, ...  ──replay──>  hit rate, evictions, waste of a policy
+                           (ids of prefix blocks, seconds)  ──belady──>  the most that any policy could hit
+
+One block of the trace is one block of the tree. Its id stands for its tokens and for all tokens before them, so the
+tree runs with a block size of one pseudo-token, and the trace says how many tokens that is.
+Nothing here needs torch, a model or the network.
+"""
