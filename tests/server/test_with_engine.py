@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from pagoda import cli
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
+from pagoda.server.app import create_app
 from tests.model import models, tokenizers_made_here
 
 from .conftest import Live, run_server
+from .test_fuzz import bodies
 
 QUESTION = [{"role": "user", "content": "When does the harbour master count the boats, and what of the tide?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "seed": 1, "max_tokens": 24}
@@ -146,6 +151,25 @@ async def test_stopping_ends_streams(folder: Path) -> None:
         await live.serving
         assert not live.backend.is_healthy
         assert engine.core.cache.num_held_blocks == 0
+
+
+def test_random_fields_never_break_the_engine(folder: Path) -> None:
+    engine = Engine(str(folder), dtype="float32", kv_memory="2MiB", max_model_len=128, progress=False)
+    with TestClient(create_app(AsyncEngine(engine)), raise_server_exceptions=False) as client:
+
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(body=bodies, chat=st.booleans())
+        def attack(body: dict[str, Any], chat: bool) -> None:
+            body = {name: value for name, value in body.items() if name not in ("model", "max_completion_tokens")}
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            content = json.dumps(body | {"max_tokens": 3})
+            response = client.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400), response.text
+            assert ('{"error":' in response.text) == (response.status_code == 400)
+
+        attack()
+        assert client.get("/health").json()["status"] == "ok"
+    assert engine.core.cache.num_held_blocks == 0
 
 
 def test_generate_prints_lines_of_json(

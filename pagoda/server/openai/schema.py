@@ -151,9 +151,9 @@ def validate(kind: type[R], fields: Mapping[str, Any]) -> R:
         InvalidRequest: a field is missing, of the wrong type or out of bounds.
         HttpError: a field asks for what this server cannot do.
     """
-    for name in UNSUPPORTED.keys() & fields.keys():
-        value = fields[name]
-        if value and value not in UNSUPPORTED[name]:
+    for name, harmless in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value and value not in harmless:
             raise HttpError(400, "unsupported_parameter", f"{name} is not supported by this server.", param=name)
     if fields.get("tool_choice") not in (None, "none", "auto"):
         message = "tool_choice may only be 'none' or 'auto': this server cannot force or parse tool calls."
