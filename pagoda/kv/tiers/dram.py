@@ -1,0 +1,159 @@
+"""DramTier: records in one slab of host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pagoda.errors import ConfigError
+from pagoda.kv.tiers.arena import Arena, Granules, PageLock
+from pagoda.kv.tiers.base import LocalTier
+from pagoda.kv.tiers.ledger import Entry, Ledger, Policy, lru
+from pagoda.kv.tiers.records import (
+    ByteArray,
+    Deleted,
+    DeleteResult,
+    Found,
+    GetResult,
+    LookupResult,
+    Missing,
+    PutResult,
+    Reason,
+    Record,
+    RecordId,
+    RecordInfo,
+    Rejected,
+    Stored,
+    Target,
+    Usage,
+    readable,
+    writable,
+)
+
+
+class DramTier(LocalTier):
+    """Host memory, allocated and touched once, with its own budget and policy.
+
+    The lock guards bookkeeping alone. Copies run outside it, side by side: a put writes granules that nobody else knows
+    yet, a get pins its entry so that its granules are not reused under it.
+
+    Args:
+        capacity_bytes: budget; rounded down to whole granules.
+        granule_bytes: allocation unit; a record wastes half of one on average.
+        policy: sort key of eviction, smallest first; may only grow as an entry ages or is used.
+        page_lock: locks the slab for device copies, such as `cuda_page_lock`.
+        clock: Unix seconds.
+
+    Raises ConfigError if the budget is smaller than one granule.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        granule_bytes: int = 16 << 10,
+        policy: Policy[Granules] = lru,
+        page_lock: PageLock | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__("dram")
+        num_granules = capacity_bytes // granule_bytes
+        if num_granules < 1:
+            raise ConfigError(f"a dram tier needs {granule_bytes} bytes or more, not {capacity_bytes}")
+        self._arena = Arena(num_granules, granule_bytes, page_lock)
+        self._ledger: Ledger[Granules] = Ledger(num_granules * granule_bytes, policy)
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
+        with self._lock:
+            return [_found(self._ledger.get(id)) for id in ids]
+
+    def _put(self, records: Sequence[Record]) -> list[PutResult]:
+        return [self._put_one(record, readable(record.data)) for record in records]
+
+    def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
+        return [self._get_one(target.id, writable(target.buffer)) for target in targets]
+
+    def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
+        results: list[DeleteResult] = []
+        with self._lock:
+            for id in ids:
+                entry = self._ledger.get(id)
+                if entry is not None:
+                    self._ledger.remove(entry)
+                    self._reclaim(entry)
+                results.append(Missing() if entry is None else Deleted())
+        return results
+
+    def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
+        with self._lock:
+            entries = [self._ledger.get(id) for id in ids]
+            for entry in entries:
+                if entry is not None:
+                    self._ledger.set_lease(entry, until, self._clock())
+            return [_found(entry) for entry in entries]
+
+    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
+        with self._lock:
+            return self._ledger.coldest(num_bytes, self._clock())
+
+    def _scan(self) -> Iterator[RecordInfo]:
+        with self._lock:
+            return iter([entry.info for entry in self._ledger])
+
+    def _usage(self) -> Usage:
+        with self._lock:
+            ledger = self._ledger
+            return Usage(ledger.capacity, ledger.used, ledger.payload_bytes, len(ledger))
+
+    def _close(self) -> None:
+        self._arena.close()
+
+    def _put_one(self, record: Record, data: ByteArray) -> PutResult:
+        count = self._arena.granules_for(data.size)
+        cost = count * self._arena.granule_bytes
+        if cost > self._ledger.capacity:
+            return Rejected(Reason.TOO_LARGE)
+        with self._lock:
+            victims = self._ledger.reserve(cost, self._clock())
+            if victims is None:
+                return Rejected(Reason.FULL)
+            for victim in victims:
+                self._arena.give(victim.place)
+            granules = self._arena.take(count)
+        if victims:
+            self._tally.add("evicted", len(victims))
+        self._arena.store(granules, data)
+        with self._lock:
+            former = self._ledger.add(Entry(record.id, granules, data.size, cost, record.lease_until), self._clock())
+            if former is not None:
+                self._reclaim(former)
+        return Stored(data.size)
+
+    def _get_one(self, id: RecordId, out: ByteArray) -> GetResult:
+        with self._lock:
+            entry = self._ledger.get(id)
+            if entry is None:
+                return Missing()
+            if out.size < entry.num_bytes:
+                return Rejected(Reason.BUFFER_TOO_SMALL)
+            self._ledger.touch(entry)
+            entry.pins += 1
+        self._arena.load(entry.place, out[: entry.num_bytes])
+        with self._lock:
+            entry.pins -= 1
+            if not entry.live and not entry.pins:
+                self._ledger.cancel(entry.cost)
+                self._arena.give(entry.place)
+        return Found(entry.num_bytes)
+
+    def _reclaim(self, removed: Entry[Granules]) -> None:
+        """Free the granules of a removed entry, unless its last reader will."""
+        if not removed.pins:
+            self._arena.give(removed.place)
+
+
+def _found(entry: Entry[Granules] | None) -> LookupResult:
+    return Missing() if entry is None else Found(entry.num_bytes)
