@@ -23,6 +23,7 @@ from pagoda.engine.outputs import EngineObserver, RequestOutput
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
+from pagoda.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     @property
-    def tokenizer(self) -> object:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
@@ -152,6 +153,7 @@ class AsyncEngine:
             logger.exception("the engine stopped after an error")
             raise
         finally:
+            self._stats = self._snapshot()
             self._fail_streams()
 
     def _take_commands(self) -> bool:
