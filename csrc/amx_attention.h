@@ -1,0 +1,237 @@
+// One tile of BF16 attention on AMX. Scores are computed transposed, so that vector lanes are query rows throughout and
+// no sum or maximum ever crosses lanes:
+//
+//     S^T [keys, rows] = K   [keys, head_dim]  x  Q^T  right operand, packed once per tile
+//     P^T [keys, rows] = 2^(S^T - top)             rounded to BF16 pairs of keys: already a right operand
+//     O^T [head_dim, rows] += V^T [head_dim, keys]  x  P^T
+//
+// K is a left operand as it lies in the pool, V after a transpose that all rows of the tile share.
+#pragma once
+
+#include "amx.h"
+#include "attention_tile.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+constexpr int kMinAmxRows = 5;  // fewer rows waste the columns of a tile; float32 vectors are faster then
+
+struct AmxScratch {
+    bf16* q;        // [kTileRows / 16][head_dim / 2][16 rows][2]
+    bf16* k;        // [kTileKeys][head_dim]
+    bf16* vt;       // [kTileKeys / 32][head_dim][32 keys]
+    bf16* p;        // [kTileKeys / 2][16 rows][2]
+    float* scores;  // [kTileKeys][16 rows]
+    float* acc;     // [kTileRows / 16][head_dim][16 rows]
+    float* top;     // [kTileRows]
+    float* sum;     // [kTileRows]
+
+    AmxScratch(void* memory, int64_t head_dim)
+        : q((bf16*)memory),
+          k(q + kTileRows * head_dim),
+          vt(k + kTileKeys * head_dim),
+          p(vt + kTileKeys * head_dim),
+          scores((float*)(p + kTileKeys * kTileSide)),
+          acc(scores + kTileKeys * kTileSide),
+          top(acc + kTileRows * head_dim),
+          sum(top + kTileRows) {}
+    static int64_t bytes(int64_t head_dim) {
+        return (kTileRows + 2 * kTileKeys) * head_dim * (int64_t)sizeof(bf16) + kTileKeys * kTileSide * (int64_t)sizeof(bf16) +
+               (kTileKeys * kTileSide + kTileRows * (head_dim + 2)) * (int64_t)sizeof(float);
+    }
+};
+
+int64_t amx_scratch_bytes(int64_t head_dim) { return larger(Scratch::bytes(head_dim), AmxScratch::bytes(head_dim)); }
+
+inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    alignas(64) bf16 rows[kTileSide * 256];
+    for (int64_t begin = t.row_begin; begin < t.row_end; begin += kTileSide) {
+        const int count = (int)smaller<int64_t>(kTileSide, t.row_end - begin);
+        for (int r = 0; r < count; r++) {
+            const int64_t row = begin + r;
+            memcpy(rows + r * head_dim,
+                   (const bf16*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
+                       (t.kv_head * group + row % group) * a.q_head_stride,
+                   head_dim * sizeof(bf16));
+        }
+        pack_right_operand(rows, head_dim, count, head_dim, to);
+        to += kTileSide * head_dim;
+    }
+}
+
+// Entries past `count` become zero, up to a whole tile of 32 keys: a NaN in a slot nobody wrote would spread.
+inline void pack_keys(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
+    for (int j = 0; j < count; j++) memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
+    const int end = (count + kTileSide - 1) / kTileSide * kTileSide;
+    memset(to + count * head_dim, 0, (end - count) * head_dim * sizeof(bf16));
+}
+
+inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
+    for (int j = 0; j < count; j += kTileDepth) {
+        for (int64_t d = 0; d < head_dim; d += kTileSide) {
+            __m512i r[kTileSide];
+            for (int pair = 0; pair < kTileSide; pair++) {
+                const int k = j + 2 * pair;
+                const __m512i even = k < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(entries.values[k] + d)))
+                                               : _mm512_setzero_si512();
+                const __m512i odd = k + 1 < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(entries.values[k + 1] + d)))
+                                                  : _mm512_setzero_si512();
+                r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+            }
+            transpose(r);
+            for (int i = 0; i < kTileSide; i++) {
+                _mm512_storeu_si512(to + j * head_dim + (d + i) * kTileDepth, r[i]);
+            }
+        }
+    }
+}
+
+// scores [kTileKeys, 16] = K x Q^T for the keys of up to four tiles
+inline void amx_scores(const bf16* k, const bf16* q, int key_tiles, int64_t head_dim, float* scores) {
+    const int64_t stride = head_dim * sizeof(bf16);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < head_dim; d += kTileDepth) {
+        _tile_loadd(4, q + d * kTileSide, kTileRowBytes);
+        _tile_loadd(5, k + d, stride);
+        _tile_dpbf16ps(0, 5, 4);
+        if (key_tiles > 1) {
+            _tile_loadd(6, k + 16 * head_dim + d, stride);
+            _tile_dpbf16ps(1, 6, 4);
+        }
+        if (key_tiles > 2) {
+            _tile_loadd(5, k + 32 * head_dim + d, stride);
+            _tile_dpbf16ps(2, 5, 4);
+        }
+        if (key_tiles > 3) {
+            _tile_loadd(6, k + 48 * head_dim + d, stride);
+            _tile_dpbf16ps(3, 6, 4);
+        }
+    }
+    _tile_stored(0, scores, kTileRowBytes);
+    _tile_stored(1, scores + 256, kTileRowBytes);
+    _tile_stored(2, scores + 512, kTileRowBytes);
+    _tile_stored(3, scores + 768, kTileRowBytes);
+}
+
+// acc [head_dim, 16] += V^T x P^T over 32 or 64 keys
+inline void amx_accumulate(const bf16* vt, const bf16* p, int key_tiles, int64_t head_dim, float* acc) {
+    _tile_loadd(4, p, kTileRowBytes);
+    if (key_tiles > 1) _tile_loadd(5, p + kTileDepth * kTileSide, kTileRowBytes);
+    for (int64_t d = 0; d < head_dim; d += 2 * kTileSide) {
+        float* to = acc + d * kTileSide;
+        _tile_loadd(0, to, kTileRowBytes);
+        _tile_loadd(1, to + 256, kTileRowBytes);
+        _tile_loadd(6, vt + d * kTileDepth, kTileRowBytes);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(7, vt + (d + kTileSide) * kTileDepth, kTileRowBytes);
+        _tile_dpbf16ps(1, 7, 4);
+        if (key_tiles > 1) {
+            const bf16* next = vt + kTileDepth * head_dim;
+            _tile_loadd(6, next + d * kTileDepth, kTileRowBytes);
+            _tile_dpbf16ps(0, 6, 5);
+            _tile_loadd(7, next + (d + kTileSide) * kTileDepth, kTileRowBytes);
+            _tile_dpbf16ps(1, 7, 5);
+        }
+        _tile_stored(0, to, kTileRowBytes);
+        _tile_stored(1, to + 256, kTileRowBytes);
+    }
+}
+
+// First and last KV index that each of 16 rows sees, counted from `begin`.
+struct SeenLanes {
+    IntVec first, last;
+    bool all;  // every row sees every one of the keys
+};
+inline SeenLanes seen_lanes(const AttentionArgs& a, const Tile& t, int64_t row, int64_t begin, int64_t end) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    SeenLanes lanes;
+    lanes.all = true;
+    for (int i = 0; i < kTileSide; i++) {
+        const Seen s = seen(a, t, group, smaller(row + i, t.row_end - 1), begin, end);
+        lanes.first[i] = s.first;
+        lanes.last[i] = s.last;
+        lanes.all = lanes.all && s.first == 0 && s.last == end - begin;
+    }
+    return lanes;
+}
+
+// Scores of 16 rows -> P^T as a right operand; returns what the accumulated output must be multiplied by.
+inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const SeenLanes& seen, float* top, float* sum,
+                       bf16* p) {
+    const Vec nothing = splat(-INFINITY);
+    const float unit = a.scale * kLog2E;
+    const Vec old_top = load(top);
+    Vec new_top = old_top;
+    for (int j = 0; j < count; j++) {
+        Vec s = load(scores + j * kTileSide);
+        s = a.softcap > 0 ? tanh(s * (a.scale / a.softcap)) * (a.softcap * kLog2E) : s * unit;
+        if (!seen.all) s = select((seen.first <= j) & (seen.last > j), s, nothing);
+        new_top = max(new_top, s);
+        store(scores + j * kTileSide, s);
+    }
+    // A row that has seen no key yet keeps -inf; zero in its place makes its exponentials zero instead of NaN.
+    const Vec base = select(new_top == nothing, Vec{}, new_top);
+    const Vec rescale = exp2(old_top - base);
+    Vec total = load(sum) * rescale;
+    const int end = (count + kTileDepth - 1) / kTileDepth * kTileDepth;
+    for (int j = 0; j < end; j += 2) {
+        const Vec even = j < count ? exp2(load(scores + j * kTileSide) - base) : Vec{};
+        const Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) - base) : Vec{};
+        total += even + odd;
+        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
+        const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
+        _mm512_storeu_si512(p + j * kTileSide, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+    store(top, new_top);
+    store(sum, total);
+    return rescale;
+}
+
+void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    if (rows < kMinAmxRows || head_dim % kTileDepth != 0) return attention<bf16>(a, t, memory);
+    const AmxScratch s(memory, head_dim);
+    const TileConfig configured;
+    const int64_t padded_rows = (rows + kTileSide - 1) / kTileSide * kTileSide;
+    pack_queries(a, t, s.q);
+    memset(s.acc, 0, padded_rows * head_dim * sizeof(float));
+    for (int64_t r = 0; r < padded_rows; r++) {
+        s.top[r] = -INFINITY;
+        s.sum[r] = 0;
+    }
+    for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, t.key_end);
+        const int count = (int)(end - begin);
+        const Entries<bf16> entries(a, t, begin, end);
+        pack_keys(entries, count, head_dim, s.k);
+        pack_values(entries, count, head_dim, s.vt);
+        for (int64_t r = 0; r < rows; r += kTileSide) {
+            const SeenLanes lanes = seen_lanes(a, t, t.row_begin + r, begin, end);
+            amx_scores(s.k, s.q + r * head_dim, (count + kTileSide - 1) / kTileSide, head_dim, s.scores);
+            const Vec rescale = amx_softmax(a, s.scores, count, lanes, s.top + r, s.sum + r, s.p);
+            float* acc = s.acc + r * head_dim;
+            for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
+            amx_accumulate(s.vt, s.p, (count + kTileDepth - 1) / kTileDepth, head_dim, acc);
+        }
+    }
+    for (int64_t r = 0; r < rows; r += kTileSide) {
+        float* acc = s.acc + r * head_dim;
+        alignas(64) float row[kTileSide][256];
+        for (int64_t d = 0; d < head_dim; d += kTileSide) {
+            __m512i lanes[kTileSide];
+            for (int i = 0; i < kTileSide; i++) lanes[i] = _mm512_loadu_si512(acc + (d + i) * kTileSide);
+            transpose(lanes);
+            for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(row[i] + d, lanes[i]);
+        }
+        for (int64_t i = 0; i < smaller<int64_t>(kTileSide, rows - r); i++) {
+            finish_row<bf16>(a, t, r + i, row[i], s.top[r + i], s.sum[r + i]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,297 @@
+// One tile of attention with float32 vectors: any element type, any head_dim that is a multiple of 8.
+//
+//     keys (in the pool, found through pointers)          rows of the tile, widened to float32
+//     k0 ───────  k1 ───────  k2 ───────  k3 ───────  x   q0 ─────── q1 ─────── q2 ───────  ->  scores [rows, kTileKeys]
+//
+// Softmax is computed online (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, arXiv:2205.14135): each row keeps
+// the largest score so far, the sum of exponentials relative to it, and the output accumulated relative to it. Scores
+// are in units of log2, so that one multiplication by `scale * log2(e)` serves the exponentials too.
+#pragma once
+
+#include "vec.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+constexpr float kLn2 = 0.693147181f;
+constexpr int kRowsAtOnce = kWidth == 16 ? 4 : 2;  // accumulators must fit the registers: rows x 4 vectors
+
+inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+struct Scratch {
+    float* q;       // [kTileRows, padded head_dim]
+    float* acc;     // [kTileRows, padded head_dim]
+    float* scores;  // [kTileRows, kTileKeys]
+    float* top;     // [kTileRows] largest score so far
+    float* sum;     // [kTileRows]
+
+    Scratch(void* memory, int64_t head_dim)
+        : q((float*)memory),
+          acc(q + kTileRows * padded(head_dim)),
+          scores(acc + kTileRows * padded(head_dim)),
+          top(scores + kTileRows * kTileKeys),
+          sum(top + kTileRows) {}
+    static int64_t bytes(int64_t head_dim) {
+        return (2 * kTileRows * padded(head_dim) + kTileRows * (kTileKeys + 2)) * (int64_t)sizeof(float);
+    }
+};
+
+// Where up to kTileKeys consecutive KV entries are. `count` is rounded up to 4 by repeating the last entry, so that
+// kernels need no tail; the repeated ones are masked.
+template <typename T>
+struct Entries {
+    const T* keys[kTileKeys];
+    const T* values[kTileKeys];
+    int count;
+
+    Entries(const AttentionArgs& a, const Tile& t, int64_t begin, int64_t end) : count((int)(end - begin)) {
+        const Pool& pool = a.pool;
+        int64_t slot = begin % pool.block_size;
+        const int32_t* block = t.blocks + begin / pool.block_size;
+        for (int j = 0; j < count;) {
+            const T* k = (const T*)pool.keys.data + *block * pool.keys.block_stride + t.kv_head * pool.keys.head_stride;
+            const T* v =
+                (const T*)pool.values.data + *block * pool.values.block_stride + t.kv_head * pool.values.head_stride;
+            for (; slot < pool.block_size && j < count; slot++, j++) {
+                keys[j] = k + slot * pool.keys.slot_stride;
+                values[j] = v + slot * pool.values.slot_stride;
+            }
+            slot = 0;
+            block++;
+        }
+        for (int j = count; j % 4; j++) {
+            keys[j] = keys[count - 1];
+            values[j] = values[count - 1];
+        }
+    }
+};
+
+// A row's own part of the keys [begin, end), counted from `begin`: it sees first <= j < last.
+struct Seen {
+    int first, last;
+};
+inline Seen seen(const AttentionArgs& a, const Tile& t, int64_t group, int64_t row, int64_t begin, int64_t end) {
+    const int64_t position = t.first_position + row / group;
+    const int64_t first = a.window > position ? 0 : position - a.window + 1;
+    return {(int)(smaller(larger(first, begin), end) - begin), (int)(larger(smaller(position + 1, end), begin) - begin)};
+}
+
+template <int kRows, typename T>
+inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores) {
+    Vec acc[kRows][4] = {};
+    for_each_vector(head_dim, [&](int64_t i, int64_t lanes) PAGODA_INLINE {
+        Vec k[4];
+        for (int j = 0; j < 4; j++) k[j] = load_lanes(keys[j] + i, lanes);
+        for (int r = 0; r < kRows; r++) {
+            const Vec qr = load(q + r * padded(head_dim) + i);
+            for (int j = 0; j < 4; j++) acc[r][j] += qr * k[j];
+        }
+    });
+    for (int r = 0; r < kRows; r++) sum4(acc[r], scores + r * kTileKeys);
+}
+
+template <typename T>
+inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, int64_t rows, float* scores) {
+    for (int j = 0; j < entries.count; j += 4) {
+        for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+            const float* qr = q + r * padded(head_dim);
+            float* to = scores + r * kTileKeys + j;
+            switch (smaller<int64_t>(kRowsAtOnce, rows - r)) {
+                case 1: score_block<1>(qr, head_dim, entries.keys + j, to); break;
+                case 2: score_block<2>(qr, head_dim, entries.keys + j, to); break;
+                case 3: score_block<3>(qr, head_dim, entries.keys + j, to); break;
+                default: score_block<4>(qr, head_dim, entries.keys + j, to);
+            }
+        }
+    }
+}
+
+// Queries are scaled when they are loaded, into log2 units at once unless a softcap has to see the plain scores.
+inline float query_scale(const AttentionArgs& a) { return a.softcap > 0 ? a.scale : a.scale * kLog2E; }
+
+inline void soft_cap(const AttentionArgs& a, float* scores, int count) {
+    if (a.softcap <= 0) return;
+    for (int j = 0; j < count; j += kWidth) {
+        store(scores + j, tanh(load(scores + j) / a.softcap) * (a.softcap * kLog2E));
+    }
+}
+
+// Everything outside [first, last) becomes -inf, up to the end of the last vector.
+inline int mask(float* scores, Seen s, int count) {
+    const int end = (count + kWidth - 1) / kWidth * kWidth;
+    for (int j = 0; j < s.first; j++) scores[j] = -INFINITY;
+    for (int j = s.last; j < end; j++) scores[j] = -INFINITY;
+    return end;
+}
+
+// acc[rows, kVecs vectors] += probabilities[rows, count] x values
+template <int kRows, int kVecs, typename T>
+inline void accumulate_block(const float* p, const T* const* values, int count, int64_t offset, int64_t stride,
+                             float* acc) {
+    Vec sums[kRows][kVecs];
+    for (int r = 0; r < kRows; r++) {
+        for (int i = 0; i < kVecs; i++) sums[r][i] = load(acc + r * stride + i * kWidth);
+    }
+    for (int j = 0; j < count; j++) {
+        Vec v[kVecs];
+        for (int i = 0; i < kVecs; i++) v[i] = load(values[j] + offset + i * kWidth);
+        for (int r = 0; r < kRows; r++) {
+            for (int i = 0; i < kVecs; i++) sums[r][i] += p[r * kTileKeys + j] * v[i];
+        }
+    }
+    for (int r = 0; r < kRows; r++) {
+        for (int i = 0; i < kVecs; i++) store(acc + r * stride + i * kWidth, sums[r][i]);
+    }
+}
+
+template <int kRows, typename T>
+inline void accumulate_rows(const float* p, const Entries<T>& entries, int64_t head_dim, float* acc) {
+    const int64_t stride = padded(head_dim);
+    int64_t i = 0;
+    for (; i + 4 * kWidth <= head_dim; i += 4 * kWidth) {
+        accumulate_block<kRows, 4>(p, entries.values, entries.count, i, stride, acc + i);
+    }
+    for (; i + kWidth <= head_dim; i += kWidth) {
+        accumulate_block<kRows, 1>(p, entries.values, entries.count, i, stride, acc + i);
+    }
+    if (i == head_dim) return;
+    for (int r = 0; r < kRows; r++) {
+        Vec total = load(acc + r * stride + i);
+        for (int j = 0; j < entries.count; j++) {
+            total += p[r * kTileKeys + j] * load_part(entries.values[j] + i, head_dim - i);
+        }
+        store(acc + r * stride + i, total);
+    }
+}
+
+template <typename T>
+inline void accumulate(const float* p, const Entries<T>& entries, int64_t head_dim, int64_t rows, float* acc) {
+    for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+        const float* pr = p + r * kTileKeys;
+        float* to = acc + r * padded(head_dim);
+        switch (smaller<int64_t>(kRowsAtOnce, rows - r)) {
+            case 1: accumulate_rows<1>(pr, entries, head_dim, to); break;
+            case 2: accumulate_rows<2>(pr, entries, head_dim, to); break;
+            case 3: accumulate_rows<3>(pr, entries, head_dim, to); break;
+            default: accumulate_rows<4>(pr, entries, head_dim, to);
+        }
+    }
+}
+
+// Scores of one row become exponentials relative to its largest score; what was accumulated is rescaled to match.
+inline void softmax_step(float* scores, int count, float& top, float& total, float* acc, int64_t head_dim) {
+    Vec best = load(scores);
+    for (int j = kWidth; j < count; j += kWidth) best = max(best, load(scores + j));
+    const float new_top = larger(top, maximum(best));
+    if (new_top == -INFINITY) {  // this row sees none of these keys, nor any before
+        for (int j = 0; j < count; j += kWidth) store(scores + j, Vec{});
+        return;
+    }
+    if (new_top > top) {
+        const float rescale = exp2f(top - new_top);
+        total *= rescale;
+        for (int64_t i = 0; i < padded(head_dim); i += kWidth) store(acc + i, load(acc + i) * rescale);
+        top = new_top;
+    }
+    Vec sums = {};
+    for (int j = 0; j < count; j += kWidth) {
+        const Vec p = exp2(load(scores + j) - new_top);
+        store(scores + j, p);
+        sums += p;
+    }
+    total += sum(sums);
+}
+
+template <typename T>
+inline void load_queries(const AttentionArgs& a, const Tile& t, int64_t row_begin, int64_t rows, float* q) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    const float scale = query_scale(a);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = row_begin + r;
+        const T* from = (const T*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
+                        (t.kv_head * group + row % group) * a.q_head_stride;
+        for_each_vector(head_dim, [&](int64_t i, int64_t lanes) {
+            store(q + r * padded(head_dim) + i, load_lanes(from + i, lanes) * scale);
+        });
+    }
+}
+
+// Where a row's result goes: the caller's output, or a part of a split context.
+template <typename T>
+inline void finish_row(const AttentionArgs& a, const Tile& t, int64_t r, const float* acc, float top, float total) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    const float inverse = total > 0 ? 1.0f / total : 0.0f;
+    const float lse = total > 0 ? top * kLn2 + logf(total) : -INFINITY;
+    if (t.partial_out) {
+        for (int64_t i = 0; i < head_dim; i++) t.partial_out[r * head_dim + i] = acc[i] * inverse;
+        t.partial_lse[r] = lse;
+        return;
+    }
+    const int64_t row = t.row_begin + r;
+    const int64_t to = (t.first_token_row + row / group) * a.num_heads + t.kv_head * group + row % group;
+    T* out = (T*)a.out + to * head_dim;
+    for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(acc + i) * inverse, lanes); });
+    a.lse[to] = lse;
+}
+
+template <typename T>
+void attention(const AttentionArgs& a, const Tile& t, void* memory) {
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    const Scratch s(memory, head_dim);
+    load_queries<T>(a, t, t.row_begin, rows, s.q);
+    memset(s.acc, 0, rows * padded(head_dim) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        s.top[r] = -INFINITY;
+        s.sum[r] = 0;
+    }
+    for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, t.key_end);
+        const Entries<T> entries(a, t, begin, end);
+        score(s.q, head_dim, entries, rows, s.scores);
+        for (int64_t r = 0; r < rows; r++) {
+            float* scores = s.scores + r * kTileKeys;
+            soft_cap(a, scores, entries.count);
+            const int count = mask(scores, seen(a, t, group, t.row_begin + r, begin, end), entries.count);
+            softmax_step(scores, count, s.top[r], s.sum[r], s.acc + r * padded(head_dim), head_dim);
+        }
+        accumulate(s.scores, entries, head_dim, rows, s.acc);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        finish_row<T>(a, t, r, s.acc + r * padded(head_dim), s.top[r], s.sum[r]);
+    }
+}
+
+// A second pass over the keys, once the denominators are known; `a.lse` holds them.
+template <typename T>
+void attention_mass(const AttentionArgs& a, const MassTile& m, void* memory) {
+    const Tile& t = m.tile;
+    const int64_t head_dim = a.pool.head_dim, group = a.num_heads / a.pool.num_kv_heads;
+    const Scratch s(memory, head_dim);
+    for (int64_t row = t.row_begin; row < t.row_end; row += kTileRows) {
+        const int64_t rows = smaller<int64_t>(kTileRows, t.row_end - row);
+        load_queries<T>(a, t, row, rows, s.q);
+        for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
+            const int64_t end = smaller(begin + kTileKeys, t.key_end);
+            const Entries<T> entries(a, t, begin, end);
+            score(s.q, head_dim, entries, rows, s.scores);
+            float* mass = m.mass + (begin - t.key_begin);
+            for (int64_t r = 0; r < rows; r++) {
+                float* scores = s.scores + r * kTileKeys;
+                soft_cap(a, scores, entries.count);
+                const Seen visible = seen(a, t, group, row + r, begin, end);
+                if (visible.first >= visible.last) continue;
+                mask(scores, visible, entries.count);
+                const int64_t index = (t.first_token_row + (row + r) / group) * a.num_heads + t.kv_head * group +
+                                      (row + r) % group;
+                const float lse = a.lse[index] * kLog2E;
+                for_each_vector(entries.count, [&](int64_t j, int64_t lanes) {
+                    store_lanes(mass + j, load_lanes(mass + j, lanes) + exp2(load(scores + j) - lse), lanes);
+                });
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,34 @@
+// Compiled once per instruction set, with PAGODA_ISA naming it and the compiler flags that allow it.
+#include "attention_tile.h"
+#include "elementwise.h"
+#include "linear.h"
+#if defined(__AMX_BF16__)
+#include "amx_attention.h"
+#endif
+
+#define PAGODA_STRING(x) PAGODA_STRING_(x)
+#define PAGODA_STRING_(x) #x
+
+namespace pagoda::PAGODA_ISA {
+
+extern const IsaTable table;
+const IsaTable table = {
+    .name = PAGODA_STRING(PAGODA_ISA),
+    .rms_norm = {rms_norm<float>, rms_norm<bf16>, rms_norm<f16>},
+    .silu_mul = {silu_mul<float>, silu_mul<bf16>, silu_mul<f16>},
+    .write_kv = {write_kv<float>, write_kv<bf16>, write_kv<f16>},
+    .rope_write_kv = {rope_write_kv<float>, rope_write_kv<bf16>, rope_write_kv<f16>},
+#if defined(__AMX_BF16__)
+    .attention_scratch_bytes = amx_scratch_bytes,
+    .attention = {attention<float>, amx_attention, attention<f16>},
+#else
+    .attention_scratch_bytes = Scratch::bytes,
+    .attention = {attention<float>, attention<bf16>, attention<f16>},
+#endif
+    .attention_mass = {attention_mass<float>, attention_mass<bf16>, attention_mass<f16>},
+    .linear_scratch_bytes = linear_scratch_bytes,
+    .linear_pack = linear_pack,
+    .linear = linear,
+};
+
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,144 @@
+// y = x W^T + bias for a few BF16 rows: the time is that of reading W once, so W streams and x stays in cache.
+//
+// With AMX, sixteen rows of W as they lie in memory are the left operand, and x, packed once, the right:
+//
+//     W [16 outs, 32 ins] (a tile, read in place)  x  packed x [16 pairs of ins, 16 rows, 2]  ->  y^T [16 outs, 16 rows]
+//
+// Elsewhere, and for what does not fill tiles, W and x are widened to float32 vectors.
+#pragma once
+
+#include "vec.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+constexpr int kOutsAtOnce = 4;
+
+inline float scalar(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline void put(const LinearArgs& a, int64_t row, int64_t out, float value) {
+    if (a.bias) value += scalar(((const bf16*)a.bias)[out]);
+    bf16 lanes[kWidth];
+    store(lanes, splat(value));
+    ((bf16*)a.out)[row * a.num_out + out] = lanes[0];
+}
+
+// kOutsAtOnce outputs of kRows rows.
+template <int kRows>
+inline void dot_block(const LinearArgs& a, int64_t row, int64_t out) {
+    const bf16* x = (const bf16*)a.x + row * a.x_row_stride;
+    const bf16* w[kOutsAtOnce];
+    for (int o = 0; o < kOutsAtOnce; o++) {
+        // Past the last output the last one is computed again, and not stored.
+        w[o] = (const bf16*)a.weight + smaller(out + o, a.num_out - 1) * a.weight_row_stride;
+    }
+    Vec acc[kRows][kOutsAtOnce] = {};
+    for_each_vector(a.num_in, [&](int64_t i, int64_t lanes) PAGODA_INLINE {
+        Vec wide[kOutsAtOnce];
+        for (int o = 0; o < kOutsAtOnce; o++) wide[o] = load_lanes(w[o] + i, lanes);
+        for (int r = 0; r < kRows; r++) {
+            const Vec xr = load_lanes(x + r * a.x_row_stride + i, lanes);
+            for (int o = 0; o < kOutsAtOnce; o++) acc[r][o] += xr * wide[o];
+        }
+    });
+    for (int r = 0; r < kRows; r++) {
+        float sums[kOutsAtOnce];
+        sum4(acc[r], sums);
+        for (int o = 0; o < kOutsAtOnce && out + o < a.num_out; o++) put(a, row + r, out + o, sums[o]);
+    }
+}
+
+inline void linear_vectors(const LinearArgs& a, int64_t out_begin, int64_t out_end) {
+    for (int64_t out = out_begin; out < out_end; out += kOutsAtOnce) {
+        int64_t row = 0;
+        for (; row + 4 <= a.rows; row += 4) dot_block<4>(a, row, out);
+        if (a.rows & 2) {
+            dot_block<2>(a, row, out);
+            row += 2;
+        }
+        if (a.rows & 1) dot_block<1>(a, row, out);
+    }
+}
+
+#if defined(__AMX_BF16__)
+
+inline bool fills_tiles(const LinearArgs& a) {
+    return a.rows > 1 && a.num_in % kTileDepth == 0 && a.num_out % kTileSide == 0;
+}
+
+int64_t linear_scratch_bytes(const LinearArgs& a) {
+    return fills_tiles(a) ? (a.rows + kTileSide - 1) / kTileSide * kTileSide * a.num_in * (int64_t)sizeof(bf16) : 0;
+}
+
+void linear_pack(const LinearArgs& a, void* packed_x) {
+    for (int64_t row = 0; row < a.rows; row += kTileSide) {
+        pack_right_operand((const bf16*)a.x + row * a.x_row_stride, a.x_row_stride,
+                           (int)smaller<int64_t>(kTileSide, a.rows - row), a.num_in,
+                           (bf16*)packed_x + row * a.num_in);
+    }
+}
+
+// Two tiles of outputs share each tile of x; the four tiles of W in flight keep the loads busy.
+void linear_tiles(const LinearArgs& a, const bf16* packed_x, int64_t out_begin, int64_t out_end) {
+    TileConfig configured;
+    alignas(64) float y[2][kTileSide][kTileSide];
+    const int64_t stride = a.weight_row_stride * sizeof(bf16);
+    for (int64_t out = out_begin; out < out_end; out += 2 * kTileSide) {
+        const bool two = out + kTileSide < out_end;
+        const bf16* w0 = (const bf16*)a.weight + out * a.weight_row_stride;
+        const bf16* w1 = two ? w0 + kTileSide * a.weight_row_stride : w0;
+        for (int64_t row = 0; row < a.rows; row += kTileSide) {
+            const bf16* x = packed_x + row * a.num_in;
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
+                _tile_loadd(2, x + i * kTileSide, kTileRowBytes);
+                _tile_loadd(3, w0 + i, stride);
+                _tile_dpbf16ps(0, 3, 2);
+                _tile_loadd(4, w1 + i, stride);
+                _tile_dpbf16ps(1, 4, 2);
+            }
+            _tile_stored(0, y[0], kTileRowBytes);
+            _tile_stored(1, y[1], kTileRowBytes);
+            const int64_t rows = smaller<int64_t>(kTileSide, a.rows - row);
+            for (int tile = 0; tile < (two ? 2 : 1); tile++) {
+                transpose(y[tile]);
+                for (int64_t r = 0; r < rows; r++) {
+                    Vec v = load(y[tile][r]);
+                    const int64_t first = out + tile * kTileSide;
+                    if (a.bias) v += load((const bf16*)a.bias + first);
+                    store((bf16*)a.out + (row + r) * a.num_out + first, v);
+                }
+            }
+        }
+    }
+}
+
+void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_t out_end) {
+    if (fills_tiles(a)) {
+        linear_tiles(a, (const bf16*)packed_x, out_begin, out_end);
+    } else {
+        linear_vectors(a, out_begin, out_end);
+    }
+}
+
+#else
+
+int64_t linear_scratch_bytes(const LinearArgs&) { return 0; }
+void linear_pack(const LinearArgs&, void*) {}
+void linear(const LinearArgs& a, const void*, int64_t out_begin, int64_t out_end) {
+    linear_vectors(a, out_begin, out_end);
+}
+
+#endif
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,176 @@
+// Python bindings. Tensors arrive as addresses and strides, which pagoda/kernels/native.py has checked: a DLPack
+// exchange costs two microseconds a tensor, and a decode step passes a thousand of them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+
+#include "isa.h"
+#include "ops.h"
+
+namespace nb = nanobind;
+
+namespace pagoda {
+namespace {
+
+template <typename T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// (address, stride, stride, ...)
+using Rows = std::tuple<uintptr_t, int64_t>;
+using Heads = std::tuple<uintptr_t, int64_t, int64_t>;
+// keys and values: (address, block stride, head stride, slot stride), and (num_blocks, num_kv_heads, block_size, head_dim)
+using Part = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;
+using PoolShape = std::tuple<int64_t, int, int, int>;
+
+PoolPart part(const Part& p) {
+    const auto& [address, block, head, slot] = p;
+    return {at<void>(address), block, head, slot};
+}
+
+Pool pool(const Part& keys, const Part& values, const PoolShape& shape) {
+    const auto& [num_blocks, num_kv_heads, block_size, head_dim] = shape;
+    return {part(keys), part(values), num_blocks, num_kv_heads, block_size, head_dim};
+}
+
+WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool& pool) {
+    return {.k = at<void>(std::get<0>(k)),
+            .v = at<void>(std::get<0>(v)),
+            .k_row_stride = std::get<1>(k),
+            .k_head_stride = std::get<2>(k),
+            .v_row_stride = std::get<1>(v),
+            .v_head_stride = std::get<2>(v),
+            .slots = at<int64_t>(slots),
+            .pool = pool};
+}
+
+}  // namespace
+}  // namespace pagoda
+
+NB_MODULE(_native, m) {
+    using namespace pagoda;
+    m.doc() = "C++ kernels; call them through pagoda.kernels.";
+
+    // std::invalid_argument is how the kernels refuse values; Python callers know it as KernelError.
+    nb::register_exception_translator(
+        [](const std::exception_ptr& p, void*) {
+            try {
+                std::rethrow_exception(p);
+            } catch (const std::invalid_argument& error) {
+                PyErr_SetString(nb::module_::import_("pagoda.errors").attr("KernelError").ptr(), error.what());
+            }
+        },
+        nullptr);
+
+    const auto release = nb::call_guard<nb::gil_scoped_release>();
+
+    m.def("available_isas", &available_isas);
+    m.def("use_isa", &use_isa);
+    m.def("isa", [] { return std::string(isa().name); });
+
+    m.def(
+        "rms_norm",
+        [](int dtype, Heads x, Rows residual, uintptr_t weight, uintptr_t out, uintptr_t new_residual, int64_t rows,
+           int64_t heads, int64_t dim, float eps, int threads) {
+            rms_norm(DType(dtype),
+                     {.x = at<void>(std::get<0>(x)),
+                      .x_row_stride = std::get<1>(x),
+                      .x_head_stride = std::get<2>(x),
+                      .residual = at<void>(std::get<0>(residual)),
+                      .residual_row_stride = std::get<1>(residual),
+                      .weight = at<void>(weight),
+                      .out = at<void>(out),
+                      .new_residual = at<void>(new_residual),
+                      .heads = heads,
+                      .dim = dim,
+                      .eps = eps},
+                     rows, threads);
+        },
+        release);
+
+    m.def(
+        "silu_mul",
+        [](int dtype, Rows gate_up, uintptr_t out, int64_t rows, int64_t inter, int threads) {
+            silu_mul(DType(dtype), {at<void>(std::get<0>(gate_up)), std::get<1>(gate_up), at<void>(out), inter}, rows,
+                     threads);
+        },
+        release);
+
+    m.def(
+        "write_kv",
+        [](int dtype, Heads k, Heads v, uintptr_t slots, Part keys, Part values, PoolShape shape, int64_t rows,
+           int threads) {
+            write_kv(DType(dtype), write_args(k, v, slots, pool(keys, values, shape)), rows, threads);
+        },
+        release);
+
+    m.def(
+        "rope_write_kv",
+        [](int dtype, Heads q, int num_heads, Heads k, Heads v, Rows cos, Rows sin, int64_t max_pos, uintptr_t positions,
+           uintptr_t slots, Part keys, Part values, PoolShape shape, int64_t rows, int threads) {
+            rope_write_kv(DType(dtype),
+                          {.q = at<void>(std::get<0>(q)),
+                           .q_row_stride = std::get<1>(q),
+                           .q_head_stride = std::get<2>(q),
+                           .num_heads = num_heads,
+                           .cos = at<float>(std::get<0>(cos)),
+                           .sin = at<float>(std::get<0>(sin)),
+                           .cos_row_stride = std::get<1>(cos),
+                           .sin_row_stride = std::get<1>(sin),
+                           .max_pos = max_pos,
+                           .positions = at<int64_t>(positions),
+                           .write = write_args(k, v, slots, pool(keys, values, shape))},
+                          rows, threads);
+        },
+        release);
+
+    m.def(
+        "linear_bf16",
+        [](Rows x, Rows weight, uintptr_t bias, uintptr_t out, int64_t rows, int64_t num_in, int64_t num_out, int threads) {
+            linear_bf16({.x = at<void>(std::get<0>(x)),
+                         .weight = at<void>(std::get<0>(weight)),
+                         .bias = at<void>(bias),
+                         .out = at<void>(out),
+                         .x_row_stride = std::get<1>(x),
+                         .weight_row_stride = std::get<1>(weight),
+                         .rows = rows,
+                         .num_in = num_in,
+                         .num_out = num_out},
+                        threads);
+        },
+        release);
+
+    m.def(
+        "paged_attention",
+        [](int dtype, Heads q, int64_t num_rows, int num_heads, Part keys, Part values, PoolShape shape, Rows block_table,
+           int64_t max_blocks, uintptr_t query_start, uintptr_t context_lens, int64_t num_requests, float scale,
+           float softcap, int64_t window, uintptr_t out, uintptr_t lse, Rows mass, int threads) {
+            const AttentionArgs args = {
+                .q = at<void>(std::get<0>(q)),
+                .q_row_stride = std::get<1>(q),
+                .q_head_stride = std::get<2>(q),
+                .num_heads = num_heads,
+                .pool = pool(keys, values, shape),
+                .scale = scale,
+                .softcap = softcap,
+                .window = window > 0 ? window : std::numeric_limits<int64_t>::max(),
+                .out = at<void>(out),
+                .lse = at<float>(lse)};
+            const Batch batch = {
+                .num_rows = num_rows,
+                .num_requests = num_requests,
+                .block_table = at<int32_t>(std::get<0>(block_table)),
+                .block_table_stride = std::get<1>(block_table),
+                .max_blocks = max_blocks,
+                .query_start = at<int32_t>(query_start),
+                .context_lens = at<int32_t>(context_lens),
+                .mass = at<float>(std::get<0>(mass)),
+                .mass_stride = std::get<1>(mass)};
+            paged_attention(DType(dtype), args, batch, threads);
+        },
+        release);
+}

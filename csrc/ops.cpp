@@ -1,0 +1,65 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "isa.h"
+#include "threads.h"
+
+namespace pagoda {
+namespace {
+
+constexpr int64_t kGrainValues = 1 << 15;  // below this many values, waking a thread costs more than it saves
+
+int64_t grain(int64_t values_per_row) { return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(1, values_per_row)); }
+
+void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound) {
+    for (int64_t i = 0; i < count; i++) {
+        if (index[i] < 0 || index[i] >= bound) {
+            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(index[i]) +
+                                        ", outside 0.." + std::to_string(bound - 1));
+        }
+    }
+}
+
+}  // namespace
+
+void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads) {
+    parallel_ranges(rows, grain(args.heads * args.dim), threads,
+                    [&](int64_t begin, int64_t end) { isa().rms_norm[dtype](args, begin, end); });
+}
+
+void silu_mul(DType dtype, const SiluArgs& args, int64_t rows, int threads) {
+    parallel_ranges(rows, grain(args.inter), threads,
+                    [&](int64_t begin, int64_t end) { isa().silu_mul[dtype](args, begin, end); });
+}
+
+void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads) {
+    const Pool& pool = args.pool;
+    check_range("slot_mapping", args.slots, rows, pool.num_blocks * pool.block_size);
+    parallel_ranges(rows, grain(2 * pool.num_kv_heads * pool.head_dim), threads,
+                    [&](int64_t begin, int64_t end) { isa().write_kv[dtype](args, begin, end); });
+}
+
+void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads) {
+    const Pool& pool = args.write.pool;
+    check_range("slot_mapping", args.write.slots, rows, pool.num_blocks * pool.block_size);
+    check_range("positions", args.positions, rows, args.max_pos);
+    parallel_ranges(rows, grain((args.num_heads + 2 * pool.num_kv_heads) * pool.head_dim), threads,
+                    [&](int64_t begin, int64_t end) { isa().rope_write_kv[dtype](args, begin, end); });
+}
+
+void linear_bf16(const LinearArgs& args, int threads) {
+    thread_local ThreadScratch scratch;
+    void* packed = scratch.at_least(isa().linear_scratch_bytes(args));
+    isa().linear_pack(args, packed);
+    // Ranges start at multiples of 32 outputs, as the tiles do.
+    constexpr int64_t kOuts = 32;
+    const int64_t groups = (args.num_out + kOuts - 1) / kOuts;
+    parallel_ranges(groups, grain(kOuts * args.num_in), threads, [&](int64_t begin, int64_t end) {
+        isa().linear(args, packed, begin * kOuts, std::min(end * kOuts, args.num_out));
+    });
+}
+
+}  // namespace pagoda

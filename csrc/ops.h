@@ -1,0 +1,28 @@
+// Every kernel as Python calls it: values are checked, work is spread over threads, the instruction set is the chosen one.
+// All raise std::invalid_argument before anything is written.
+#pragma once
+
+#include "types.h"
+
+namespace pagoda {
+
+void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads);
+void silu_mul(DType dtype, const SiluArgs& args, int64_t rows, int threads);
+void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads);
+void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads);
+void linear_bf16(const LinearArgs& args, int threads);
+
+struct Batch {
+    int64_t num_rows, num_requests;
+    const int32_t* block_table;  // [num_requests, max_blocks]
+    int64_t block_table_stride, max_blocks;
+    const int32_t* query_start;   // [num_requests + 1]
+    const int32_t* context_lens;  // [num_requests]
+    float* mass;                  // null, or zeroed [num_requests, num_kv_heads, mass_stride]
+    int64_t mass_stride;
+};
+
+// `args.lse` may be null if nobody wants it.
+void paged_attention(DType dtype, AttentionArgs args, const Batch& batch, int threads);
+
+}  // namespace pagoda

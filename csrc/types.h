@@ -1,0 +1,140 @@
+// Plain data shared by the Python binding, the planner and the kernels of every instruction set.
+//
+//   module.cpp ──> ops.cpp, attention.cpp       check values, split the work over threads (portable code)
+//                        │  IsaTable: one function per kernel and element type
+//                        ▼
+//   isa.cpp, compiled once per instruction set: elementwise.h linear.h attention_tile.h (amx_*.h)
+//
+// The files that isa.cpp includes must not instantiate templates of the standard library: the linker would keep one
+// copy for all instruction sets, and it might be the one that this CPU cannot run.
+#pragma once
+
+#include <cstdint>
+
+namespace pagoda {
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+// Index of an element type in IsaTable's arrays; the values are what Python passes.
+enum DType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kNumDTypes = 3 };
+
+// Strides count elements everywhere.
+
+// One layer's keys or values: [num_blocks, num_kv_heads, block_size, head_dim], the last dimension contiguous.
+struct PoolPart {
+    void* data;
+    int64_t block_stride, head_stride, slot_stride;
+};
+
+struct Pool {
+    PoolPart keys, values;
+    int64_t num_blocks;
+    int num_kv_heads, block_size, head_dim;
+};
+
+struct NormArgs {
+    const void* x;  // [rows, heads, dim]
+    int64_t x_row_stride, x_head_stride;
+    const void* residual;  // null: plain norm. Else [rows, 1, dim], added to x
+    int64_t residual_row_stride;
+    const void* weight;
+    void* out;           // contiguous
+    void* new_residual;  // contiguous
+    int64_t heads, dim;
+    float eps;
+};
+
+struct SiluArgs {
+    const void* gate_up;  // [rows, 2 * inter]
+    int64_t row_stride;
+    void* out;  // contiguous [rows, inter]
+    int64_t inter;
+};
+
+struct WriteArgs {
+    const void* k;  // [rows, num_kv_heads, head_dim]
+    const void* v;
+    int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;
+    const int64_t* slots;
+    Pool pool;
+};
+
+struct RopeArgs {
+    void* q;  // [rows, num_heads, head_dim], rotated in place
+    int64_t q_row_stride, q_head_stride;
+    int num_heads;
+    const float* cos;  // [max_pos, >= head_dim / 2]
+    const float* sin;
+    int64_t cos_row_stride, sin_row_stride, max_pos;
+    const int64_t* positions;
+    WriteArgs write;
+};
+
+struct LinearArgs {
+    const void* x;       // [rows, in]
+    const void* weight;  // [out, in]
+    const void* bias;    // [out] or null
+    void* out;           // contiguous [rows, out]
+    int64_t x_row_stride, weight_row_stride;
+    int64_t rows, num_in, num_out;
+};
+
+struct AttentionArgs {
+    const void* q;  // [rows, num_heads, head_dim]
+    int64_t q_row_stride, q_head_stride;
+    int num_heads;
+    Pool pool;
+    float scale;
+    float softcap;   // 0: none
+    int64_t window;  // INT64_MAX: none
+    void* out;       // contiguous [rows, num_heads, head_dim]
+    float* lse;      // [rows, num_heads]
+};
+
+constexpr int kTileRows = 128;  // most query rows of one tile
+constexpr int kTileKeys = 64;   // KV entries scored before one softmax update
+
+// The work of one task: some query rows of one request and KV head, against some of its KV entries.
+//
+//     rows of a request and KV head, numbered position-major:   row = position * group + head_in_group
+//     so the heads of a group, which share every key, sit next to each other and one read of a key serves all.
+struct Tile {
+    const int32_t* blocks;    // the request's row of the block table
+    int64_t request;
+    int64_t first_token_row;  // the request's first row in q
+    int64_t first_position;   // KV index of that row: context_len - query_len
+    int kv_head;
+    int64_t row_begin, row_end;
+    int64_t key_begin, key_end;
+    // Where a split context leaves its part: [rows, head_dim] normalised, and [rows]. Null: write out and lse.
+    float* partial_out;
+    float* partial_lse;
+};
+
+// KV entries of [key_begin, key_end), summed over all rows of a request and KV head.
+struct MassTile {
+    Tile tile;   // all rows, some keys
+    float* mass;  // at key_begin
+};
+
+struct IsaTable {
+    const char* name;
+    void (*rms_norm[kNumDTypes])(const NormArgs&, int64_t row_begin, int64_t row_end);
+    void (*silu_mul[kNumDTypes])(const SiluArgs&, int64_t row_begin, int64_t row_end);
+    void (*write_kv[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
+    void (*rope_write_kv[kNumDTypes])(const RopeArgs&, int64_t row_begin, int64_t row_end);
+    int64_t (*attention_scratch_bytes)(int64_t head_dim);
+    void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
+    void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
+    // Outputs [out_begin, out_end) of all rows; BF16 alone. `packed_x` is what linear_pack wrote.
+    int64_t (*linear_scratch_bytes)(const LinearArgs&);
+    void (*linear_pack)(const LinearArgs&, void* packed_x);
+    void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end);
+};
+
+}  // namespace pagoda

@@ -1,0 +1,229 @@
+"""The C++ kernels (csrc/): addresses and strides of tensors that `checks` has passed, zero-copy, without the GIL.
+
+Threads are torch's number of threads. `PAGODA_ISA` (portable, avx2, avx512, amx) forces an instruction set.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+
+from pagoda import _native
+from pagoda.errors import ConfigError, KernelError
+from pagoda.kernels import reference
+from pagoda.kernels.types import AttentionOutput, KVView
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MAX_HEAD_DIM = 256
+# Most rows of `linear` that the native kernel takes: more, and torch is as fast or faster (benchmarks/kernels.py).
+_MAX_LINEAR_ROWS = {"amx": 32, "avx512": 4, "avx2": 2, "portable": 0}
+
+if "PAGODA_ISA" in os.environ:
+    try:
+        _native.use_isa(os.environ["PAGODA_ISA"])
+    except KernelError as error:
+        raise ConfigError(f"PAGODA_ISA: {error}") from error
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `dispatch.rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, heads = x.shape[0], x.shape[1] if x.dim() == 3 else 1
+    _native.rms_norm(
+        _DTYPES[x.dtype],
+        (x.data_ptr(), x.stride(0), x.stride(-2)),
+        (0, 0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        0,
+        rows,
+        heads,
+        x.shape[-1],
+        eps,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `dispatch.add_rms_norm`."""
+    out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    _native.rms_norm(
+        _DTYPES[x.dtype],
+        (x.data_ptr(), x.stride(0), 0),
+        (residual.data_ptr(), residual.stride(0)),
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        x.shape[0],
+        1,
+        x.shape[1],
+        eps,
+        torch.get_num_threads(),
+    )
+    return out, total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.silu_mul`."""
+    rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inter, dtype=gate_up.dtype)
+    _native.silu_mul(
+        _DTYPES[gate_up.dtype],
+        (gate_up.data_ptr(), gate_up.stride(0)),
+        out.data_ptr(),
+        rows,
+        inter,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `dispatch.linear`."""
+    rows = x.shape[0]
+    if (
+        rows > _MAX_LINEAR_ROWS[_native.isa()]
+        or x.dtype != torch.bfloat16
+        or x.stride(1) != 1
+        or weight.stride(1) != 1
+        or (bias is not None and bias.stride(0) != 1)
+    ):
+        return F.linear(x, weight, bias)
+    return linear_few_rows(x, weight, bias)
+
+
+def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The native kernel of `linear`, for any number of BF16 rows with contiguous last dimensions."""
+    rows, num_in, num_out = x.shape[0], x.shape[1], weight.shape[0]
+    out = torch.empty(rows, num_out, dtype=x.dtype)
+    _native.linear_bf16(
+        (x.data_ptr(), x.stride(0)),
+        (weight.data_ptr(), weight.stride(0)),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        num_in,
+        num_out,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """See `dispatch.write_kv`."""
+    _native.write_kv(
+        _DTYPES[k.dtype],
+        _heads(k),
+        _heads(v),
+        slot_mapping.data_ptr(),
+        _part(view.keys),
+        _part(view.values),
+        view.keys.shape,
+        k.shape[0],
+        torch.get_num_threads(),
+    )
+
+
+def rope_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    view: KVView,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See `dispatch.rope_write_kv`."""
+    _native.rope_write_kv(
+        _DTYPES[q.dtype],
+        _heads(q),
+        q.shape[1],
+        _heads(k),
+        _heads(v),
+        (cos.data_ptr(), cos.stride(0)),
+        (sin.data_ptr(), sin.stride(0)),
+        cos.shape[0],
+        positions.data_ptr(),
+        slot_mapping.data_ptr(),
+        _part(view.keys),
+        _part(view.values),
+        view.keys.shape,
+        q.shape[0],
+        torch.get_num_threads(),
+    )
+    return q
+
+
+def paged_attention(
+    q: torch.Tensor,
+    view: KVView,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    need_lse: bool,
+    need_mass: bool,
+) -> AttentionOutput:
+    """See `dispatch.paged_attention`. Head sizes that the vectors do not take go to the reference."""
+    num_rows, num_heads, head_dim = q.shape
+    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        return reference.paged_attention(
+            q,
+            view,
+            block_table,
+            query_start,
+            context_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            need_lse=need_lse,
+            need_mass=need_mass,
+        )
+    num_requests = context_lens.shape[0]
+    out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype)
+    lse = torch.empty(num_rows, num_heads) if need_lse else None
+    mass = None
+    if need_mass:
+        longest = int(context_lens.max()) if num_requests else 0
+        mass = torch.zeros(num_requests, view.keys.shape[1], longest)
+    _native.paged_attention(
+        _DTYPES[q.dtype],
+        _heads(q),
+        num_rows,
+        num_heads,
+        _part(view.keys),
+        _part(view.values),
+        view.keys.shape,
+        (block_table.data_ptr(), block_table.stride(0)),
+        block_table.shape[1],
+        query_start.data_ptr(),
+        context_lens.data_ptr(),
+        num_requests,
+        scale,
+        softcap or 0.0,
+        window or 0,
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        (0, 0) if mass is None else (mass.data_ptr(), mass.shape[2]),
+        torch.get_num_threads(),
+    )
+    return AttentionOutput(out, lse, mass)
+
+
+def _heads(x: torch.Tensor) -> tuple[int, int, int]:
+    stride = x.stride()
+    return x.data_ptr(), stride[0], stride[1]
+
+
+def _part(x: torch.Tensor) -> tuple[int, int, int, int]:
+    stride = x.stride()
+    return x.data_ptr(), stride[0], stride[1], stride[2]

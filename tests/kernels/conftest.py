@@ -1,0 +1,24 @@
+"""Every test with `isa` runs on every instruction set that this build and CPU have."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+if importlib.util.find_spec("pagoda._native") is None:
+    collect_ignore = ["test_attention.py", "test_elementwise.py", "test_linear.py"]
+    ISAS = []
+else:
+    from pagoda import _native
+
+    ISAS = _native.available_isas()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.isa()
+    _native.use_isa(request.param)
+    yield request.param
+    _native.use_isa(before)
