@@ -1,0 +1,217 @@
+"""Who may import whom: the drawing of DESIGN section 3, enforced on the source of every module.
+
+                 cli, pagoda/__init__ ──> anything
+    cluster ──> engine, kv.observe           integrations ──> kv
+    server  ──> engine, kv.keys (Scope)      plan ──> kv
+    engine  ──> model, kernels (KVView), kv, sparse, blend
+    sparse, blend ──> kv, kernels            model ──> kernels
+    kv, kernels ──> errors, which everyone may import
+
+Every import counts: inside functions, because a lazy dependency is one; under TYPE_CHECKING too, because a package
+that names another's types cannot be read, type-checked or changed without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pagoda"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+LEAVES = ("layout", "keys", "allocator", "block_table", "radix", "radix_node", "eviction", "retention")
+METADATA = ("cache", "lease", "observe", *LEAVES)
+
+# What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
+# only B from a.
+EVERYONE = ("errors", ":__version__")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "config": (),
+    "kernels": (":_native",),  # the compiled extension
+    "kv": (),
+    "sparse": ("kv", "kernels"),
+    "blend": ("kv", "kernels"),
+    "model": ("kernels",),
+    "engine": ("model", "kernels:KVView", "kv", "sparse", "blend"),
+    "server": ("engine", "kv.keys"),
+    "cluster": ("engine", "kv.observe"),
+    "plan": tuple(f"kv.{part}" for part in METADATA),
+    "integrations": ("kv",),
+}
+UNRESTRICTED = {"", "cli"}
+
+# Inside kv, by the first part of the name below pagoda.kv.
+WITHIN_KV: dict[str, tuple[str, ...]] = {
+    "": (),
+    "layout": (),
+    "keys": (),
+    "allocator": (),
+    "block_table": ("allocator",),
+    "radix_node": ("allocator",),
+    "eviction": (),
+    "retention": ("allocator", "eviction", "keys", "radix_node"),
+    "radix": ("allocator", "eviction", "keys", "radix_node"),
+    "lease": ("block_table", "keys", "radix_node"),
+    "pool": ("layout",),
+    "formats": ("layout",),
+    "tiers": ("keys", "layout"),
+    "transfer": ("keys", "layout", "tiers.base"),
+    "hierarchy": ("keys", "layout", "transfer", "tiers.base"),
+    "observe": LEAVES,
+}
+USES_TORCH = {"pool", "formats"}
+
+
+def imports(module: str, source: str | None = None) -> Iterator[tuple[str, str]]:
+    """Every (module, name) that a module imports, wherever the statement stands; the name is "" for a whole module."""
+    path = MODULES.get(module)
+    tree = ast.parse(source if source is not None else path.read_text())  # type: ignore[union-attr]
+    package = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner, "") if inner in MODULES else (base, alias.name)
+
+
+def covered(target: str, name: str, allowed: tuple[str, ...]) -> bool:
+    """Whether a list of allowed names, as in MAY_IMPORT, has `name` of module `target`."""
+    for entry in allowed:
+        base, _, only = entry.partition(":")
+        if (target == base or target.startswith(base + ".")) and only in ("", name):
+            return True
+    return False
+
+
+def inside(module: str, package: str) -> str | None:
+    """The name of a module below a package: "" for the package itself, None for a stranger."""
+    if module == package:
+        return ""
+    return module.removeprefix(package + ".") if module.startswith(package + ".") else None
+
+
+def violations(module: str, source: str | None = None) -> list[str]:
+    """What a module imports against the drawing."""
+    below = inside(module, "pagoda")
+    assert below is not None
+    package = below.split(".")[0]
+    if package in UNRESTRICTED:
+        return []
+    wrong = []
+    for target, name in imports(module, source):
+        other = inside(target, "pagoda")
+        if other is None:
+            continue
+        if other.split(".")[0] != package and not covered(other, name, EVERYONE + MAY_IMPORT[package]):
+            wrong.append(f"{module} imports {target} {name}".rstrip())
+        elif package == "kv" and other.startswith("kv"):
+            wrong += within_kv(module, target)
+    return wrong
+
+
+def within_kv(module: str, target: str) -> list[str]:
+    own, other = inside(module, "pagoda.kv"), inside(target, "pagoda.kv")
+    assert own is not None
+    assert other is not None
+    part = own.split(".")[0]
+    if part == "cache":  # on top: it may join all of them
+        return []
+    if part == other.split(".")[0]:
+        siblings = part == "tiers" and own != "tiers" and not is_shared_by_tiers(other)
+        return [f"{module} imports its sibling {target}"] if siblings and own != other else []
+    return [] if covered(other, "", WITHIN_KV[part]) else [f"{module} imports {target}"]
+
+
+def is_shared_by_tiers(name: str) -> bool:
+    """Whether a module of kv.tiers is what tiers are built from, and not a tier: it defines no class named *Tier."""
+    tree = ast.parse(MODULES["pagoda.kv." + name].read_text())
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return name == "tiers.base" or not any(n.endswith("Tier") for n in names)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_follow_the_drawing(module: str) -> None:
+    assert violations(module) == []
+
+
+def part_of_kv(module: str) -> str | None:
+    below = inside(module, "pagoda.kv")
+    return None if below is None else below.split(".")[0]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if part_of_kv(module) not in (None, "tiers")])
+def test_kv_needs_only_the_standard_library_numpy_and_torch(module: str) -> None:
+    """Tiers may import their client library too, an optional extra."""
+    allowed = {"pagoda", "numpy", *sys.stdlib_module_names} | ({"torch"} if part_of_kv(module) in USES_TORCH else set())
+    assert {target.split(".")[0] for target, _ in imports(module)} <= allowed
+
+
+def test_every_package_is_in_the_drawing() -> None:
+    packages = {str(inside(module, "pagoda")).split(".")[0] for module in MODULES}
+    assert packages <= MAY_IMPORT.keys() | UNRESTRICTED
+    assert {part_of_kv(module) for module in MODULES} <= WITHIN_KV.keys() | {None, "cache"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("pagoda.kernels.dispatch", "import pagoda.kv.layout"),
+        ("pagoda.kernels.dispatch", "def f():\n    from pagoda.kv import layout"),
+        ("pagoda.kernels.dispatch", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..kv import layout"),
+        ("pagoda.kv.cache", "from pagoda.engine.request import Request"),
+        ("pagoda.kv.radix", "from pagoda.kv.cache import KVCache"),
+        ("pagoda.kv.allocator", "from .pool import BlockPool"),
+        ("pagoda.engine.runner", "from pagoda.kernels import paged_attention"),
+        ("pagoda.model.decoder", "from pagoda.kv.pool import BlockPool"),
+        ("pagoda.server.app", "from pagoda.kv.cache import KVCache"),
+        ("pagoda.server.app", "from pagoda import kv"),
+        ("pagoda.server.app", "from pagoda import Engine"),
+        ("pagoda.plan.replay", "from pagoda.kv.pool import BlockPool"),
+        ("pagoda.errors", "from pagoda.kv.keys import Scope"),
+    ],
+)
+def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
+    assert violations(module, source) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("pagoda.engine.runner", "from pagoda.kernels import KVView"),
+        ("pagoda.server.backend", "from pagoda.kv.keys import Scope"),
+        ("pagoda.server.app", "from pagoda import __version__"),
+        ("pagoda.kernels.native", "from pagoda import _native"),
+        ("pagoda.cli.serve", "from pagoda.kv.pool import BlockPool"),
+        ("pagoda.kernels.dispatch", "from . import reference\nfrom pagoda.errors import KernelError"),
+    ],
+)
+def test_an_allowed_import_passes(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize("part", [part for part in METADATA if f"pagoda.kv.{part}" in MODULES])
+def test_kv_metadata_imports_without_torch(part: str) -> None:
+    code = f"import sys, pagoda.kv.{part}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_plan_needs_no_torch() -> None:
+    plan = [module for module in MODULES if inside(module, "pagoda.plan") is not None]
+    code = f"import sys, {', '.join(plan or ['pagoda'])}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
