@@ -79,6 +79,7 @@ int64_t linear_scratch_bytes(const LinearArgs& a) {
 }
 
 void linear_pack(const LinearArgs& a, void* packed_x) {
+    if (!fills_tiles(a)) return;
     for (int64_t row = 0; row < a.rows; row += kTileSide) {
         pack_right_operand((const bf16*)a.x + row * a.x_row_stride, a.x_row_stride,
                            (int)smaller<int64_t>(kTileSide, a.rows - row), a.num_in,

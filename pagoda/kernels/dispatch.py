@@ -24,7 +24,7 @@ def _choose_backend() -> ModuleType:
     if wanted == "reference":
         return reference
     try:
-        from pagoda.kernels import native
+        import pagoda.kernels.native as native
     except ImportError as error:
         if wanted == "native":
             raise ConfigError(f"PAGODA_KERNELS=native, but the extension does not load: {error}") from error

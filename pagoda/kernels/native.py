@@ -10,7 +10,7 @@ import os
 import torch
 import torch.nn.functional as F
 
-from pagoda import _native
+import pagoda._native as _native
 from pagoda.errors import ConfigError, KernelError
 from pagoda.kernels import reference
 from pagoda.kernels.types import AttentionOutput, KVView

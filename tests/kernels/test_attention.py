@@ -1,4 +1,4 @@
-"""Native attention against the float32 reference, which itself is checked against a loop that follows the definition."""
+"""Native attention against the float32 reference, and the reference against a loop that follows the definition."""
 
 from __future__ import annotations
 
