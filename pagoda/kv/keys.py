@@ -18,11 +18,12 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, InvariantError
 
 BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
+NARROW, WIDE = "<i4", "<i8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,24 @@ class KeyChain:
 
         `extra` names what the tokens alone do not: content digests of images or audio placed in the block.
         """
-        return self._key(parent, _with_length(extra) + tokens.astype("<i8", copy=False).tobytes())
+        return self._key(parent, _header(extra, tokens.size) + tokens.astype(_width(tokens), copy=False).tobytes())
 
     def chain(self, parent: BlockKey, tokens: npt.NDArray[np.integer], block_size: int) -> Sequence[BlockKey]:
-        """Keys of every whole block of `tokens` (length a multiple of `block_size`) after `parent`."""
-        data = tokens.astype("<i8").tobytes()
-        step = 8 * block_size
-        no_extra = _with_length(b"")
+        """Keys of every block of `tokens` after `parent`: what repeated `child` gives, and faster.
+
+        Raises:
+            InvariantError: `tokens` does not end at a block boundary.
+        """
+        if tokens.size % block_size:
+            raise InvariantError(f"{tokens.size} tokens are not whole blocks of {block_size}")
         keys: list[BlockKey] = []
+        if _width(tokens) == WIDE:
+            for block in tokens.reshape(-1, block_size):
+                keys.append(parent := self.child(parent, block))
+            return keys
+        data, step, header = tokens.astype(NARROW).tobytes(), 4 * block_size, _header(b"", block_size)
         for start in range(0, len(data), step):
-            parent = self._key(parent, no_extra + data[start : start + step])
-            keys.append(parent)
+            keys.append(parent := self._key(parent, header + data[start : start + step]))
         return keys
 
     def _key(self, parent: BlockKey, content: bytes) -> BlockKey:
@@ -96,3 +104,12 @@ class KeyChain:
 def _with_length(data: bytes) -> bytes:
     """The bytes with their length in front, so that what follows cannot be read as part of them."""
     return len(data).to_bytes(4, "big") + data
+
+
+def _header(extra: bytes, num_tokens: int) -> bytes:
+    return _with_length(extra) + num_tokens.to_bytes(4, "big")
+
+
+def _width(tokens: npt.NDArray[np.integer]) -> str:
+    """How tokens are encoded: in four bytes, or in eight if pseudo-tokens of images are among them."""
+    return NARROW if tokens.dtype == np.int32 or (tokens == tokens.astype(NARROW)).all() else WIDE

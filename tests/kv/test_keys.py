@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, InvariantError
 from pagoda.kv.keys import KEY_BYTES, BlockKey, KeyChain, Scope
 
 FINGERPRINT = bytes(range(32))
 TOKENS = np.arange(64, dtype=np.int32)
 CHAIN = KeyChain(FINGERPRINT, b"secret")
-GOLDEN = "4d798e81c76e68a2520a3b32084bd315fd391533449c35e8412d16677ba73ff0"
+GOLDEN = "e282d1f3d3cbf680b05939ae469bce13cca85a317875f54937a60ea5bef1c05a"
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
@@ -78,18 +78,38 @@ def test_pseudo_tokens_of_images_need_all_their_bits() -> None:
     assert CHAIN.child(root, low) != CHAIN.child(root, high)
 
 
-def test_extra_cannot_be_read_as_tokens() -> None:
-    """Without its length in front, eight bytes of extra before one token would equal two tokens."""
+def test_a_block_with_one_wide_token_changes_no_other_block() -> None:
+    """Whether a sequence is stored as int32 or int64 depends on all of it; a block's key, on the block and before."""
     root = CHAIN.root(Scope())
-    two = np.array([5, 6], dtype=np.int64)
-    assert CHAIN.child(root, two[1:], two[:1].tobytes()) != CHAIN.child(root, two)
+    wide = TOKENS.astype(np.int64)
+    wide[40] = 2**40
+    narrow_keys, keys = CHAIN.chain(root, TOKENS, 16), CHAIN.chain(root, wide, 16)
+    assert keys[:2] == narrow_keys[:2]
+    assert set(keys[2:]).isdisjoint(narrow_keys)
+    assert keys[2] == CHAIN.child(keys[1], wide[32:48])
+
+
+def test_no_two_contents_read_the_same() -> None:
+    """Extra as tokens, two narrow tokens as a wide one: lengths in front of both tell them apart."""
+    root = CHAIN.root(Scope())
+    two, one = np.array([5, 6], dtype=np.int32), np.array([6], dtype=np.int32)
+    wide = np.frombuffer(two.tobytes(), dtype=np.int64)
+    keys = [CHAIN.child(root, two), CHAIN.child(root, one, two[:1].tobytes()), CHAIN.child(root, wide)]
+    assert len(set(keys)) == 3
 
 
 def test_a_root_cannot_be_read_as_a_child() -> None:
-    """Both digest the same bytes here: fingerprint as parent, empty namespace as no extra, the rest as tokens."""
-    scope = Scope(adapter="8 bytes.")
-    tokens = np.frombuffer(scope.to_bytes()[4:], dtype="<i8")
+    """Both digest the same bytes here: fingerprint as parent, empty namespace as no extra, the rest as four tokens."""
+    scope = Scope(salt="four", adapter="8 bytes.")
+    assert scope.to_bytes()[:8] == bytes(4) + (4).to_bytes(4, "big")
+    tokens = np.frombuffer(scope.to_bytes()[8:], dtype=np.int32)
+    assert tokens.size == 4
     assert CHAIN.child(BlockKey(FINGERPRINT), tokens) != CHAIN.root(scope)
+
+
+def test_a_chain_ends_at_a_block_boundary() -> None:
+    with pytest.raises(InvariantError, match="whole blocks"):
+        CHAIN.chain(CHAIN.root(Scope()), TOKENS[:17], 16)
 
 
 fields = st.text(st.sampled_from(["a", "b", "\0", "\1", "é"]), max_size=3)
