@@ -57,7 +57,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "keys": (),
     "allocator": (),
     "block_table": ("allocator",),
-    "radix_node": ("allocator",),
+    "radix_node": ("allocator", "keys"),
     "eviction": (),
     "retention": ("allocator", "eviction", "keys", "radix_node"),
     "radix": ("allocator", "eviction", "keys", "radix_node"),

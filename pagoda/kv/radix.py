@@ -23,7 +23,7 @@ from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.eviction import LRU, EvictionPolicy
 from pagoda.kv.keys import Scope
-from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix, first_block_key
+from pagoda.kv.radix_node import ABSENT, Match, Node, Root, TokenArray, common_prefix, first_block_key
 
 Held = Callable[[BlockIds], npt.NDArray[np.bool_]]
 
@@ -48,7 +48,7 @@ class RadixTree:
         self.block_size = block_size
         self.windows = windows
         self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
-        self._roots: dict[Scope, Node] = {}
+        self._roots: dict[Scope, Root] = {}
         self._now = 0
         self._policy = policy or LRU()
         self._slid: dict[Node, None] = {}  # an ordered set: nodes that may hold window blocks no hit will read
@@ -58,7 +58,7 @@ class RadixTree:
     def match(self, tokens: TokenArray, scope: Scope) -> Match:
         """The longest prefix of `tokens` that every layer group can supply."""
         path: list[tuple[Node, int]] = []
-        node = self._roots.get(scope)
+        node: Node | None = self._roots.get(scope)
         done = 0
         while node is not None and done < tokens.size:
             child, shared = self._step(node, tokens[done:])
@@ -186,9 +186,7 @@ class RadixTree:
         if after is None:
             root = self._roots.get(scope)
             if root is None:
-                empty = np.empty(0, dtype=np.int32)
-                root = Node(empty, np.empty((len(self.windows), 0), dtype=np.int32), None, 0, self._now)
-                self._roots[scope] = root
+                root = self._roots[scope] = Root(scope, len(self.windows), self._now)
             return root, 0
         node = self._owner[after]
         if node is None:
@@ -229,7 +227,7 @@ class RadixTree:
     def _supersede(self, node: Node, at: int, tokens: TokenArray, blocks: BlockIds) -> BlockIds:
         """Replace a node's partial tail by the same block with more tokens in it."""
         old = node.blocks[:, at // self.block_size]
-        dropped = old[(old != blocks[:, 0]) & (old != ABSENT)]
+        dropped: BlockIds = old[(old != blocks[:, 0]) & (old != ABSENT)]
         self._owner[dropped] = None
         if at == 0 and node.parent is not None:
             node.parent.detach(node)
@@ -348,10 +346,11 @@ class RadixTree:
             raise InvariantError("a root is never evicted")
         parent.detach(leaf)
         self._slid.pop(leaf, None)
-        if parent.parent is None:
-            if not parent.children:
-                self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
-        elif not parent.children:
+        if parent.children:
+            return
+        if isinstance(parent, Root):
+            del self._roots[parent.scope]
+        else:
             self._policy.offer(parent)
 
     # -- looking at all of it ----------------------------------------------------------------------------------------

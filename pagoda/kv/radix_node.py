@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
+from pagoda.kv.keys import Scope
 
 TokenArray = npt.NDArray[np.integer]
 ABSENT = np.int32(-1)
@@ -81,6 +82,16 @@ class Node:
         """The children whose first blocks share most with `key`: at most two, unordered."""
         at = bisect_left(self._keys, key)
         return [self.children[near] for near in self._keys[max(0, at - 1) : at + 1]]
+
+
+class Root(Node):
+    """The empty prefix of a scope."""
+
+    __slots__ = ("scope",)
+
+    def __init__(self, scope: Scope, num_groups: int, now: int) -> None:
+        super().__init__(np.empty(0, dtype=np.int32), np.empty((num_groups, 0), dtype=np.int32), None, 0, now)
+        self.scope = scope
 
 
 @dataclass(frozen=True, slots=True)

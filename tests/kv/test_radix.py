@@ -380,8 +380,10 @@ def test_many_scopes_are_forgotten_one_by_one() -> None:
     scopes = [Scope("tenant", salt=str(index)) for index in range(20)]
     for scope in scopes:
         forest.add("abcd", scope)
+    roots = forest.tree._roots
     assert forest.evict(5) == [0, 1, 2, 3, 4]
-    assert list(forest.tree._roots) == scopes[5:]
+    assert list(roots) == scopes[5:]
+    assert forest.tree._roots is roots  # not made anew for each of what may be a million salts
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------
