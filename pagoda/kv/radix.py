@@ -251,6 +251,8 @@ class RadixTree:
         node.depth += at
         upper.attach(first_block_key(node.tokens, self.block_size), node)
         self._own(upper, upper.blocks[0])
+        if node in self._slid:
+            self._slid[upper] = None
         return upper
 
     def _own(self, node: Node, ids: BlockIds) -> None:

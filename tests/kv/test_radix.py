@@ -364,6 +364,17 @@ def test_blocks_behind_the_window_go_before_any_hit_is_lost() -> None:
     assert forest.evict(2) == [4, 9]
 
 
+def test_blocks_behind_the_window_are_still_known_after_a_split() -> None:
+    forest = windowed(5, [])
+    forest.tree.offer(4)
+    match = forest.tree.match(tokens(TEXT[:16]), SCOPE)
+    forest.tree.touch(match)  # splits the node after four blocks
+    assert forest.tree.match(tokens(TEXT), SCOPE).path[0][1] == 16
+    assert forest.evict(3) == [5, 6, 7]
+    assert forest.match(TEXT)[0] == 20
+    assert forest.match(TEXT[:16])[0] == 16
+
+
 def test_the_memory_of_an_evicted_tail_is_returned() -> None:
     forest = Forest(num_blocks=2000)
     forest.tree.insert(SCOPE, None, np.arange(4000, dtype=np.int32), np.arange(1000, dtype=np.int32)[None])
