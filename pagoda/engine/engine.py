@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -161,14 +162,14 @@ class Engine:
         """Generate for all prompts, batched; results are in the order of the prompts.
 
         Args:
-            prompts: texts or token ids.
+            prompts: texts, or lists of token ids; one of either is taken as a list of one.
             params: for all prompts, or one for each.
             progress: show a bar on a terminal.
 
         Raises:
             RequestError: a prompt cannot be served; none is started.
         """
-        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+        texts = _as_list(prompts)
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(texts):
             raise InvalidRequest(f"{len(each)} SamplingParams for {len(texts)} prompts", param="params")
@@ -195,6 +196,14 @@ class Engine:
         return [
             Generation(tuple(prompt), completions[name], usage[name]) for name, prompt in zip(ids, tokens, strict=True)
         ]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 @contextlib.contextmanager
