@@ -11,6 +11,7 @@ import numpy as np
 
 from pagoda.kv.keys import BlockKey
 from pagoda.kv.tiers.base import Tier
+from pagoda.kv.tiers.disk import DiskTier
 from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import GetResult, Record, RecordId, Target
@@ -44,6 +45,7 @@ MAKERS = [
     Maker("memory", lambda capacity, clock, folder: MemoryTier(capacity, clock=clock)),
     Maker("faulty", lambda capacity, clock, folder: FaultyTier(MemoryTier(capacity, clock=clock), Faults())),
     Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
+    Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
 ]
 
 
