@@ -183,8 +183,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
             cache.advance(lease, tokens[:end], end)
 
     for end in range(prompt_blocks * BLOCK_SIZE + 1, prompt_blocks * BLOCK_SIZE + 1 + steps):
-        inside = end % BLOCK_SIZE not in (0, 1)  # else every request fills its block, or needs a new one
-        watch("inside a block" if inside else "at a block's ends", step, end)
+        watch({0: "block filled", 1: "block begun"}.get(end % BLOCK_SIZE, "inside a block"), step, end)
     times = {name: [t / args.running for t in values] for name, values in watch.times.items()}
     mean = statistics.fmean([t for values in times.values() for t in values])
     return {"running": args.running, "mean_us": mean, "us": {name: spread(values) for name, values in times.items()}}

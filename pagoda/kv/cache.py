@@ -314,7 +314,7 @@ class KVCache:
         if stop <= start:
             return
         after = self._last_committed(lease) if start else None
-        mine = np.stack([table.ids[start:stop] for table in lease.tables])
+        mine = np.array([table.ids[start:stop] for table in lease.tables])
         theirs, superseded = self._tree.insert(lease.scope, after, tokens[start * self.block_size : end], mine)
         if lease.owns_tail:  # the tail it appended to is the first of these
             self._disown_tail(lease, int(mine[0, 0]))
@@ -325,7 +325,8 @@ class KVCache:
             self._allocator.release(mine[swapped])
             for group, index in np.argwhere(swapped):
                 lease.tables[group].replace(start + int(index), int(theirs[group, index]))
-        self._allocator.leave_tree(superseded)
+        if superseded.size:
+            self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:

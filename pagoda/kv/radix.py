@@ -195,6 +195,8 @@ class RadixTree:
 
     def _continuation(self, node: Node, tokens: TokenArray) -> Node | None:
         """The child whose first block has all of `tokens`' first block, or is the start of it."""
+        if not node.children:
+            return None
         child, shared = self._step(node, tokens)
         if child is not None and shared >= min(self.block_size, tokens.size):
             return child
