@@ -34,6 +34,9 @@ from pagoda.kv.keys import Scope
 from pagoda.model.sampler import SampledToken, SamplerState, sample
 from pagoda.model.tokenizer import TextStream, Tokenizer
 
+_RESTORE_WAIT_S = 0.002
+_MIN_TOKENS_TO_TIME = 64
+
 
 class EngineCore:
     """Continuous batching over a paged, prefix-shared KV cache.
@@ -154,11 +157,15 @@ class EngineCore:
         """Compute one step and return what is new."""
         started = time.perf_counter()
         before = self._scheduler.num_preempted, self.cache.stats.num_evicted_blocks
+        self.cache.poll()
         plan = self._scheduler.schedule()
         if not plan:
+            if self.cache.is_restoring:
+                self.cache.wait(_RESTORE_WAIT_S)
             return []
         self._note_admissions(plan)
         logits = self._runner.execute(plan)
+        self._note_speed(plan, time.perf_counter() - started)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
         outputs = self._sample([rows.sample for rows in plan if rows.needs_logits], logits)
@@ -178,6 +185,13 @@ class EngineCore:
         for observer in self.observers:
             observer.on_step(stats)
         return outputs
+
+    def _note_speed(self, plan: Sequence[Rows], seconds: float) -> None:
+        """Learn what computing a prompt costs; restores from lower tiers are weighed against it."""
+        num_tokens = sum(rows.stop - rows.start for rows in plan)
+        if num_tokens >= _MIN_TOKENS_TO_TIME:
+            average = self._scheduler.prefill_s_per_token
+            self._scheduler.prefill_s_per_token += 0.2 * (seconds / num_tokens - average)
 
     def _note_admissions(self, plan: Sequence[Rows]) -> None:
         for rows in plan:

@@ -70,6 +70,7 @@ class Sample:
     text: OutputText
     lease: Lease | None = None
     pending: PendingPrefix | None = None
+    asked_tiers: bool = False
     finish_reason: FinishReason | None = None
 
     @property

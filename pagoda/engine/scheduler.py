@@ -19,6 +19,8 @@ from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 
+_FIRST_GUESS_S_PER_TOKEN = 0.5e-3  # until a prompt was computed
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -48,6 +50,7 @@ class Scheduler:
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.num_preempted = 0
+        self.prefill_s_per_token = _FIRST_GUESS_S_PER_TOKEN
 
     def add(self, sample: Sample) -> None:
         """Queue a sample."""
@@ -104,6 +107,7 @@ class Scheduler:
     def _preempt(self, sample: Sample) -> None:
         self.running.remove(sample)
         self._release(sample)
+        sample.asked_tiers = False
         self.add(sample)
         self.num_preempted += 1
 
@@ -123,6 +127,11 @@ class Scheduler:
                 continue
             if self.running and not self._has_room(len(tokens), hit):
                 return  # not the next one either: a small request must not overtake a large one for ever
+            if not sample.asked_tiers:
+                sample.asked_tiers = True
+                sample.pending = self._cache.prefetch(tokens, scope, self.prefill_s_per_token)
+                if sample.pending is not None:
+                    continue
             count = self._start(sample, budget, plan)
             if not count:
                 return

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pagoda.errors import InvariantError, OutOfBlocks
 from pagoda.kv.allocator import Allocator, BlockIds
@@ -45,6 +46,7 @@ class CacheStats:
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
     num_copied_blocks: int = 0
+    num_restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,14 @@ class KVCache:
         A hit may end inside a block. If nobody else appends to that block, and all its tokens matched, the lease
         appends to it in place; otherwise it gets a copy, or, with no block to spare, a hit that ends before it.
         """
+        lease = self._hold(tokens, scope)
+        self.stats.num_query_tokens += tokens.size
+        self.stats.num_hit_tokens += lease.num_hit_tokens
+        if tokens.size >= self.block_size:
+            self._computing_at(lease).append(lease)
+        return lease
+
+    def _hold(self, tokens: TokenArray, scope: Scope) -> Lease:
         match = self._tree.match(tokens[:-1], scope)
         if (
             self._copies_tail(match)
@@ -189,12 +199,12 @@ class KVCache:
             else:
                 self._adopt_tail(lease, tail)
         lease.num_hit_tokens = lease.num_computed_tokens
-        self.stats.num_query_tokens += tokens.size
-        self.stats.num_hit_tokens += lease.num_hit_tokens
         self._leases.add(lease)
-        if tokens.size >= self.block_size:
-            self._computing.setdefault((scope, first_block_key(tokens, self.block_size)), []).append(lease)
         return lease
+
+    def _computing_at(self, lease: Lease) -> list[Lease]:
+        """The leases that compute a prompt with the same first block."""
+        return self._computing.setdefault((lease.scope, first_block_key(lease.prompt, self.block_size)), [])
 
     def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
         """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
@@ -279,6 +289,7 @@ class KVCache:
     def evict(self, count: int) -> int:
         """Free at least `count` cached blocks, or all there are; returns how many."""
         ids = self._tree.evict(count, self._allocator.held)
+        self._on_evict(ids)
         self._allocator.leave_tree(ids)
         self.stats.num_evicted_blocks += ids.size
         return int(ids.size)
@@ -318,7 +329,8 @@ class KVCache:
         theirs, superseded = self._tree.insert(lease.scope, after, tokens[start * self.block_size : end], mine)
         if lease.owns_tail:  # the tail it appended to is the first of these
             self._disown_tail(lease, int(mine[0, 0]))
-        self._allocator.enter_tree(mine[theirs == mine])
+        entered = theirs == mine
+        self._allocator.enter_tree(mine[entered])
         swapped = (theirs != mine) & (theirs != ABSENT)
         if swapped.any():
             self._allocator.retain(theirs[swapped])
@@ -328,6 +340,7 @@ class KVCache:
         if superseded.size:
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
+        self._on_commit(lease, after, tokens[start * self.block_size : end], mine, entered)
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:
         lease.owns_tail = False
@@ -372,6 +385,34 @@ class KVCache:
     def _offer(self, block_id: int) -> None:
         if self._allocator.in_tree(block_id):
             self._tree.offer(block_id)
+
+    # -- tiers below the device: none here; see TieredCache ----------------------------------------------------------
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether anything is on its way from a lower tier."""
+        return False
+
+    def prefetch(self, tokens: TokenArray, scope: Scope, seconds_per_token: float) -> PendingPrefix | None:
+        """Start to restore more of a prompt from lower tiers; None when they are not to be asked."""
+        return None
+
+    def poll(self) -> None:
+        """Take in what lower tiers delivered. Called once a step."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until lower tiers deliver something, at most so long."""
+
+    def close(self) -> None:
+        """Let go of lower tiers."""
+
+    def _on_commit(
+        self, lease: Lease, after: int | None, tokens: TokenArray, blocks: BlockIds, entered: npt.NDArray[np.bool_]
+    ) -> None:
+        """Blocks of a lease came into the tree: those of `blocks`, after block `after`, where `entered` is true."""
+
+    def _on_evict(self, ids: BlockIds) -> None:
+        """Blocks are about to be freed; their bytes are still there."""
 
     # -- all of it ---------------------------------------------------------------------------------------------------
 

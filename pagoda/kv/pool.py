@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError, InvariantError
@@ -64,18 +66,18 @@ class BlockPool:
         """Copy a whole block: what copy-on-write does. Mutates block `target`."""
         self._bytes[target].copy_(self._bytes[source])
 
-    def export_block(self, block_id: int, buffer: torch.Tensor) -> None:
-        """Copy a block's bytes into `buffer`, uint8 `[block_bytes]`. Mutates the buffer."""
+    def export_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy a block's bytes into `buffer`, uint8 `[block_bytes]` in host memory. Mutates the buffer."""
         self._check(buffer)
-        buffer.copy_(self._bytes[block_id, : self.layout.block_bytes])
+        torch.from_numpy(buffer).copy_(self._bytes[block_id, : self.layout.block_bytes])
 
-    def import_block(self, block_id: int, buffer: torch.Tensor) -> None:
-        """Fill a block from `buffer`, uint8 `[block_bytes]`. Mutates the block."""
+    def import_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill a block from `buffer`, uint8 `[block_bytes]` in host memory. Mutates the block."""
         self._check(buffer)
-        self._bytes[block_id, : self.layout.block_bytes].copy_(buffer)
+        self._bytes[block_id, : self.layout.block_bytes].copy_(torch.from_numpy(buffer))
 
-    def _check(self, buffer: torch.Tensor) -> None:
-        if buffer.dtype != torch.uint8 or buffer.shape != (self.layout.block_bytes,):  # torch would convert, broadcast
+    def _check(self, buffer: npt.NDArray[np.uint8]) -> None:
+        if buffer.dtype != np.uint8 or buffer.shape != (self.layout.block_bytes,):  # torch would convert, broadcast
             raise InvariantError(
                 f"a block is uint8 [{self.layout.block_bytes}], got {buffer.dtype} {list(buffer.shape)}"
             )

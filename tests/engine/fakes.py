@@ -19,7 +19,10 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import Completion
 from pagoda.engine.runner import build_batch
 from pagoda.engine.scheduler import Rows
-from pagoda.kv.cache import KVCache
+from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.keys import KeyChain
+from pagoda.kv.tiered import TieredCache
+from pagoda.kv.tiers.base import Tier
 from tests.kv.fakes import TokenPool, make
 
 VOCAB = 64
@@ -106,9 +109,13 @@ def make_core(
     block_size: int = 4,
     windows: tuple[int | None, ...] = (None,),
     max_model_len: int = 512,
+    tiers: Sequence[tuple[Tier, WritePolicy]] = (),
     **config: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     cache, pool = make(num_blocks, block_size, windows)
+    if tiers:
+        hierarchy = Hierarchy(tiers, block_bytes=cache.layout.block_bytes, num_groups=len(windows))
+        cache = TieredCache(cache.layout, pool, hierarchy, KeyChain(cache.layout.fingerprint({"weights": "fake"})))
     runner = FakeRunner(pool, windows)
     settings = {"block_size": block_size, "max_num_seqs": 16, "token_budget": 32} | config
     core = EngineCore(
@@ -121,10 +128,6 @@ def make_core(
         max_model_len=max_model_len,
     )
     return core, runner
-
-
-def poison_free(cache: KVCache, runner: FakeRunner) -> None:
-    runner.pool.poison(cache)
 
 
 def run(core: EngineCore, limit: int = 2000) -> dict[str, list[Completion]]:

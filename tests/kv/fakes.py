@@ -21,6 +21,15 @@ class TokenPool:
     def copy_block(self, source: int, target: int) -> None:
         self.slots[target] = self.slots[source]
 
+    def export_block(self, block_id: int, buffer: np.ndarray) -> None:
+        row = self.slots[block_id]
+        buffer[: row.nbytes] = row.view(np.uint8)
+        buffer[row.nbytes :] = 0
+
+    def import_block(self, block_id: int, buffer: np.ndarray) -> None:
+        row = self.slots[block_id]
+        row[:] = buffer[: row.nbytes].view(np.int64)
+
     def fill(self, lease: Lease, tokens: np.ndarray, start: int, stop: int) -> None:
         for table in lease.tables:
             self.slots.reshape(-1)[table.slots(start, stop)] = tokens[start:stop]

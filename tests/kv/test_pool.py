@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,7 +77,7 @@ def test_copy_block_copies_all_of_it_and_nothing_more(layout: KVLayout) -> None:
 def test_export_and_import_round_trip(layout: KVLayout) -> None:
     pool, other = poisoned(layout, 4), poisoned(layout, 4)
     written = fill(pool, 0, 3, seed=3)
-    buffer = torch.empty(layout.block_bytes, dtype=torch.uint8)
+    buffer = np.empty(layout.block_bytes, dtype=np.uint8)
     pool.export_block(3, buffer)
     other.import_block(1, buffer)
     for (layer, part), values in written.items():
@@ -91,13 +92,13 @@ def test_a_buffer_of_the_wrong_size_is_refused(length: int) -> None:
     layout = attention(1, 1, 16, "float32")
     assert layout.block_bytes != 1024
     pool = poisoned(layout, 2)
-    buffer = torch.zeros(length if length > 0 else layout.block_bytes - 1, dtype=torch.uint8)
+    buffer = np.zeros(length if length > 0 else layout.block_bytes - 1, dtype=np.uint8)
     with pytest.raises(InvariantError, match="uint8"):
         pool.import_block(0, buffer)
     with pytest.raises(InvariantError, match="uint8"):
         pool.export_block(0, buffer)
     with pytest.raises(InvariantError, match="uint8"):
-        pool.import_block(0, torch.zeros(layout.block_bytes, dtype=torch.int16))
+        pool.import_block(0, np.zeros(layout.block_bytes, dtype=np.int16))
     assert (pool._bytes == POISON).all()
 
 

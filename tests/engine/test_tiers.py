@@ -1,0 +1,152 @@
+"""The engine with tiers below its pool: what was evicted or outlived a restart returns; a bad tier costs hits only."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from pagoda.engine.core import EngineCore
+from pagoda.engine.params import SamplingParams
+from pagoda.kv.hierarchy import WritePolicy
+from pagoda.kv.keys import Scope
+from pagoda.kv.tiered import TieredCache
+from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
+from tests.engine.fakes import VOCAB, expected_output, make_core, run
+
+THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
+SLOW_RECOMPUTE = 1.0  # seconds a token: any load is worth it
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def prompt(seed: int, length: int = 60) -> list[int]:
+    return np.random.default_rng(seed).integers(1, VOCAB, length).tolist()
+
+
+def ask(core: EngineCore, tokens: list[int], name: str = "r", scope: Scope = Scope(), count: int = 5) -> int:
+    """Run one request, check its output, and return how many of its prompt's tokens were hits."""
+    core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    core.add(name, tokens, greedy(count), scope=scope)
+    request = core._requests[name]
+    done = run(core, limit=100_000)
+    assert done[name][0].token_ids == expected_output(tokens, count)
+    return request.num_hit_tokens
+
+
+def flushed(core: EngineCore) -> TieredCache:
+    assert isinstance(core.cache, TieredCache)
+    assert core.cache.hierarchy.flush(5)
+    return core.cache
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 9), (9,)])
+@pytest.mark.parametrize("policy", [THROUGH, BACK])
+def test_what_the_device_evicted_comes_back(policy: WritePolicy, windows: tuple[int | None, ...]) -> None:
+    core, runner = make_core(num_blocks=40 * len(windows), windows=windows, tiers=[(MemoryTier(1 << 20), policy)])
+    first = prompt(1)
+    assert ask(core, first) == 0
+    for seed in range(2, 6):
+        ask(core, prompt(seed))
+    core.cache.clear()
+    flushed(core)
+    before = runner.num_computed
+    assert ask(core, first) == 56  # the whole blocks before the last token
+    assert runner.num_computed - before == 4 + 4
+    assert core.cache.stats.num_restored_tokens == 56
+    core.cache.check()
+    assert core.cache.num_held_blocks == 0
+
+
+def test_a_restart_is_warm() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(tier, THROUGH)])
+    ask(core, prompt(1))
+    flushed(core)
+    again, runner = make_core(tiers=[(tier, THROUGH)])
+    assert ask(again, prompt(1)) == 56
+    assert runner.num_computed == 4 + 4
+    assert ask(again, [*prompt(1, 60)[:30], 1, 2, 3], "shorter") == 30
+
+
+def test_scopes_and_models_find_nothing_of_each_other() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(tier, THROUGH)])
+    ask(core, prompt(1), scope=Scope("a"))
+    flushed(core)
+    core.cache.clear()
+    assert ask(core, prompt(1), scope=Scope("b")) == 0
+    other_model, _ = make_core(block_size=5, tiers=[(tier, THROUGH)])
+    assert ask(other_model, prompt(1), scope=Scope("a")) == 0
+
+
+def test_requests_that_arrive_together_share_one_restore() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(tier, THROUGH)])
+    ask(core, prompt(1))
+    flushed(core)
+    again, runner = make_core(tiers=[(tier, THROUGH)], num_blocks=100)
+    again._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    for i in range(4):
+        again.add(f"r{i}", [*prompt(1), i + 1], greedy(2))
+    done = run(again, limit=100_000)
+    for i in range(4):
+        assert done[f"r{i}"][0].token_ids == expected_output([*prompt(1), i + 1], 2)
+    assert again.cache.stats.num_restored_tokens == 60
+    assert runner.num_computed == 4 * (1 + 1)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(failing=1.0),
+        Faults(corrupting=1.0),
+        Faults(failing=0.1, corrupting=0.1),
+        Faults(delay_s=0.02),
+        Faults(unavailable=True),
+    ],
+    ids=["failing", "corrupt", "sometimes", "slow", "gone"],
+)
+def test_a_bad_tier_costs_hits_not_truth(faults: Faults) -> None:
+    inner = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(inner, THROUGH)], num_blocks=40)
+    for seed in range(6):
+        ask(core, prompt(seed))
+    flushed(core)
+    bad, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)], num_blocks=40)
+    for seed in range(6):
+        ask(bad, prompt(seed))
+    bad.cache.check()
+    assert bad.cache.num_held_blocks == 0
+
+
+def test_a_tier_that_hangs_delays_a_request_by_no_more_than_its_share() -> None:
+    inner, faults = MemoryTier(1 << 20), Faults()
+    core, _ = make_core(tiers=[(inner, THROUGH)])
+    ask(core, prompt(1))
+    flushed(core)
+    again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
+    faults.hang()
+    again._scheduler.prefill_s_per_token = 0.05  # 56 tokens: 2.8 s; 5% of that is 0.14 s
+    again.add("r", prompt(1), greedy(3))
+    started = time.perf_counter()
+    done = run(again, limit=100_000)
+    assert 0.1 < time.perf_counter() - started < 1.5
+    assert done["r"][0].token_ids == expected_output(prompt(1), 3)
+    again.cache.check()
+    assert again.cache.num_held_blocks == 0
+    faults.running.set()
+
+
+def test_a_full_write_queue_skips_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.hierarchy._QUEUE_BYTES", 3 * 256)
+    faults = Faults()
+    core, _ = make_core(tiers=[(FaultyTier(MemoryTier(1 << 20), faults), THROUGH)])
+    faults.hang()
+    ask(core, prompt(1), count=2)
+    assert isinstance(core.cache, TieredCache)
+    assert core.cache.hierarchy.stats.num_skipped > 0
+    faults.running.set()
