@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,14 @@ PageLock = Callable[[ByteArray], Callable[[], None]]
 """Locks memory for device copies, and returns what unlocks it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """Granules that belong together; `piece` is their memory if they lie in one piece, in order."""
+
+    granules: Granules
+    piece: ByteArray | None
+
+
 class Arena:
     """`num_granules` granules of `granule_bytes` each, page-aligned.
 
@@ -32,6 +41,7 @@ class Arena:
     def __init__(self, num_granules: int, granule_bytes: int, page_lock: PageLock | None = None) -> None:
         self.granule_bytes = granule_bytes
         mapping = mmap.mmap(-1, num_granules * granule_bytes)  # page-aligned; unmapped with its last view
+        mapping.madvise(mmap.MADV_HUGEPAGE)
         self._rows = np.frombuffer(mapping, dtype=np.uint8).reshape(num_granules, granule_bytes)
         self._rows[:, :: mmap.PAGESIZE] = 0
         self._unlock = page_lock(self._rows) if page_lock is not None else None
@@ -42,35 +52,41 @@ class Arena:
         """How many granules `num_bytes` take; an empty payload takes one."""
         return max(1, -(-num_bytes // self.granule_bytes))
 
-    def take(self, count: int) -> Granules:
+    def take(self, count: int) -> Extent:
         """Take `count` free granules, which the caller knows to exist."""
         self._num_free -= count
-        return self._free[self._num_free : self._num_free + count][::-1].copy()
+        return self.extent(self._free[self._num_free : self._num_free + count][::-1].copy())
 
-    def give(self, granules: Granules) -> None:
+    def give(self, extent: Extent) -> None:
         """Give granules back, to be taken again first and in the same order."""
+        granules = extent.granules
         self._free[self._num_free : self._num_free + granules.size] = granules[::-1]
         self._num_free += granules.size
 
-    def store(self, granules: Granules, data: ByteArray) -> None:
-        """Copy `data` into `granules`."""
-        piece = self._piece(granules, data.size)
-        if piece is not None:
-            np.copyto(piece, data)
+    def extent(self, granules: Granules) -> Extent:
+        """Describe `granules`."""
+        if (np.diff(granules) != 1).any():
+            return Extent(granules, None)
+        start = int(granules[0])
+        return Extent(granules, self._rows[start : start + granules.size].reshape(-1))
+
+    def store(self, extent: Extent, data: ByteArray) -> None:
+        """Copy `data` into the front of `extent`."""
+        if extent.piece is not None:
+            np.copyto(extent.piece[: data.size], data)
             return
-        whole = data.size // self.granule_bytes
+        granules, whole = extent.granules, data.size // self.granule_bytes
         split = whole * self.granule_bytes
-        self._rows[granules[:whole]] = data[:split].reshape(whole, -1)
+        self._rows[granules[:whole]] = data[:split].reshape(whole, self.granule_bytes)
         if split < data.size:
             self._rows[granules[whole], : data.size - split] = data[split:]
 
-    def load(self, granules: Granules, out: ByteArray) -> None:
-        """Copy the front of `granules` into all of `out`."""
-        piece = self._piece(granules, out.size)
-        if piece is not None:
-            np.copyto(out, piece)
+    def load(self, extent: Extent, out: ByteArray) -> None:
+        """Copy the front of `extent` into all of `out`."""
+        if extent.piece is not None:
+            np.copyto(out, extent.piece[: out.size])
             return
-        whole = out.size // self.granule_bytes
+        granules, whole = extent.granules, out.size // self.granule_bytes
         split = whole * self.granule_bytes
         np.take(self._rows, granules[:whole], axis=0, out=out[:split].reshape(whole, self.granule_bytes), mode="clip")
         if split < out.size:
@@ -81,10 +97,3 @@ class Arena:
         if self._unlock is not None:
             self._unlock()
         del self._rows
-
-    def _piece(self, granules: Granules, num_bytes: int) -> ByteArray | None:
-        """The first `num_bytes` of `granules` as one array, if they lie in one piece."""
-        if granules[-1] - granules[0] != granules.size - 1 or (granules.size > 2 and np.any(np.diff(granules) != 1)):
-            return None
-        start = int(granules[0]) * self.granule_bytes
-        return self._rows.reshape(-1)[start : start + num_bytes]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.errors import ConfigError, TierError, TierUnavailable
@@ -19,7 +20,7 @@ from pagoda.kv.tiers.base import LocalTier
 from pagoda.kv.tiers.direct_io import BouncePool, align_up
 from pagoda.kv.tiers.disk_lock import DirectoryLock
 from pagoda.kv.tiers.disk_log import MIN_SEGMENTS, Moves, SegmentLog
-from pagoda.kv.tiers.disk_segment import Geometry, Segment, Stub
+from pagoda.kv.tiers.disk_segment import RUN_BYTES, Geometry, Segment, Stub
 from pagoda.kv.tiers.records import (
     ByteArray,
     Corrupt,
@@ -46,6 +47,15 @@ from pagoda.kv.tiers.records import (
 _LARGEST_USUAL_SEGMENT = 256 << 20
 _USUAL_SEGMENTS = 16
 _MOST_SEGMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """One record on its way from disk to `out`; `position` is its place in the batch."""
+
+    position: int
+    stub: Stub
+    out: ByteArray
 
 
 class DiskTier(LocalTier):
@@ -129,7 +139,7 @@ class DiskTier(LocalTier):
     def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
         outs = [writable(target.buffer) for target in targets]
         results: list[GetResult] = [Missing()] * len(targets)
-        reads: list[tuple[Stub, int]] = []
+        reads: list[_Read] = []
         with self._lock:
             for i, target in enumerate(targets):
                 stub = self._index.get(target.id)
@@ -140,12 +150,13 @@ class DiskTier(LocalTier):
                     continue
                 stub.num_hits += 1
                 stub.segment.readers += 1
-                reads.append((stub, i))
-        for stub, i in sorted(reads, key=lambda read: (read[0].segment.sequence, read[0].offset)):
-            results[i] = self._read(stub, outs[i][: stub.num_bytes])
-        for stub, i in reads:
-            if isinstance(results[i], Corrupt):
-                self._drop(stub)
+                reads.append(_Read(i, stub, outs[i][: stub.num_bytes]))
+        for run in _runs(reads):
+            for read, result in zip(run, self._read(run), strict=True):
+                results[read.position] = result
+        for read in reads:
+            if isinstance(results[read.position], Corrupt):
+                self._drop(read.stub)
         return results
 
     def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
@@ -228,17 +239,18 @@ class DiskTier(LocalTier):
                 return Failed(TierError(f"a replaced record cannot be erased from disk: {error}"))
         return Stored(stub.num_bytes)
 
-    def _read(self, stub: Stub, out: ByteArray) -> GetResult:
-        """Read a record whose segment is pinned, and unpin it."""
+    def _read(self, run: list[_Read]) -> Sequence[GetResult]:
+        """Read neighbours, whose segment is pinned once for each, and unpin it."""
+        segment = run[0].stub.segment
         try:
-            sound = stub.segment.read(stub, out, self._pool)
+            sound = segment.read_run([read.stub for read in run], [read.out for read in run], self._pool)
         except OSError as error:
-            return Failed(TierError(f"a record cannot be read from disk: {error}"))
+            return [Failed(TierError(f"a record cannot be read from disk: {error}"))] * len(run)
         finally:
             with self._lock:
-                stub.segment.readers -= 1
+                segment.readers -= len(run)
                 self._lock.notify_all()
-        return Found(stub.num_bytes) if sound else Corrupt("checksum")
+        return [Found(read.out.size) if ok else Corrupt("checksum") for read, ok in zip(run, sound, strict=True)]
 
     def _drop(self, stub: Stub) -> None:
         """Forget a damaged record, unless it was replaced or moved meanwhile."""
@@ -279,6 +291,21 @@ def usual_segment_bytes(capacity_bytes: int) -> int:
     """A sixteenth of the budget and at most 256 MiB, or more where that would be over 256 files; a power of two."""
     wanted = max(min(capacity_bytes // _USUAL_SEGMENTS, _LARGEST_USUAL_SEGMENT), capacity_bytes // _MOST_SEGMENTS)
     return 1 << max(wanted.bit_length() - 1, 0)
+
+
+def _runs(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Cut `reads`, in order of their place on disk, into runs of neighbours that one call can read."""
+    run: list[_Read] = []
+    for read in sorted(reads, key=lambda read: (read.stub.segment.sequence, read.stub.offset)):
+        if run:
+            first, last = run[0].stub, run[-1].stub
+            adjoins = read.stub.segment is last.segment and read.stub.offset == last.offset + align_up(last.num_bytes)
+            if not adjoins or read.stub.offset + align_up(read.stub.num_bytes) - first.offset > RUN_BYTES:
+                yield run
+                run = []
+        run.append(read)
+    if run:
+        yield run
 
 
 def _found(stub: Stub | None) -> LookupResult:

@@ -36,6 +36,7 @@ ENTRY_BYTES = _CRC.size + _ENTRY.size
 _FREE_ENTRY = bytes(ENTRY_BYTES)
 _BYTES_PER_ENTRY = 8 << 10
 _MIN_DATA_BLOCKS = 4
+RUN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,17 @@ class Segment:
         """Read a payload into all of `out`; whether it verifies. Raises OSError."""
         read_into(self._file, stub.offset, out, pool)
         return checksum(self._algorithm, out) == stub.checksum
+
+    def read_run(self, stubs: Sequence[Stub], outs: Sequence[ByteArray], pool: BouncePool) -> list[bool]:
+        """Read neighbouring payloads, at most RUN_BYTES in all, with one call; which verify. Raises OSError."""
+        if len(stubs) == 1:
+            return [self.read(stubs[0], outs[0], pool)]
+        start, end = stubs[0].offset, stubs[-1].offset + align_up(stubs[-1].num_bytes)
+        with pool.borrow() as buffer:
+            read_into(self._file, start, buffer[: end - start], pool)
+            for stub, out in zip(stubs, outs, strict=True):
+                np.copyto(out, buffer[stub.offset - start : stub.offset - start + stub.num_bytes])
+        return [checksum(self._algorithm, out) == stub.checksum for stub, out in zip(stubs, outs, strict=True)]
 
     def close(self) -> None:
         """Close the file."""

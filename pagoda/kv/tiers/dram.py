@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pagoda.errors import ConfigError
-from pagoda.kv.tiers.arena import Arena, Granules, PageLock
+from pagoda.kv.tiers.arena import Arena, Extent, PageLock
 from pagoda.kv.tiers.base import LocalTier
 from pagoda.kv.tiers.ledger import Entry, Ledger, Policy, lru
 from pagoda.kv.tiers.records import (
@@ -53,7 +53,7 @@ class DramTier(LocalTier):
         capacity_bytes: int,
         *,
         granule_bytes: int = 16 << 10,
-        policy: Policy[Granules] = lru,
+        policy: Policy[Extent] = lru,
         page_lock: PageLock | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -62,7 +62,7 @@ class DramTier(LocalTier):
         if num_granules < 1:
             raise ConfigError(f"a dram tier needs {granule_bytes} bytes or more, not {capacity_bytes}")
         self._arena = Arena(num_granules, granule_bytes, page_lock)
-        self._ledger: Ledger[Granules] = Ledger(num_granules * granule_bytes, policy)
+        self._ledger: Ledger[Extent] = Ledger(num_granules * granule_bytes, policy)
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -74,7 +74,30 @@ class DramTier(LocalTier):
         return [self._put_one(record, readable(record.data)) for record in records]
 
     def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
-        return [self._get_one(target.id, writable(target.buffer)) for target in targets]
+        outs = [writable(target.buffer) for target in targets]
+        results: list[GetResult] = [Missing()] * len(targets)
+        pinned: list[tuple[Entry[Extent], ByteArray]] = []
+        with self._lock:
+            for i, (target, out) in enumerate(zip(targets, outs, strict=True)):
+                entry = self._ledger.get(target.id)
+                if entry is None:
+                    continue
+                if out.size < entry.num_bytes:
+                    results[i] = Rejected(Reason.BUFFER_TOO_SMALL)
+                    continue
+                self._ledger.touch(entry)
+                entry.pins += 1
+                pinned.append((entry, out[: entry.num_bytes]))
+                results[i] = Found(entry.num_bytes)
+        for entry, out in pinned:
+            self._arena.load(entry.place, out)
+        with self._lock:
+            for entry, _ in pinned:
+                entry.pins -= 1
+                if not entry.live and not entry.pins:
+                    self._ledger.cancel(entry.cost)
+                    self._arena.give(entry.place)
+        return results
 
     def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
         results: list[DeleteResult] = []
@@ -132,28 +155,11 @@ class DramTier(LocalTier):
                 self._reclaim(former)
         return Stored(data.size)
 
-    def _get_one(self, id: RecordId, out: ByteArray) -> GetResult:
-        with self._lock:
-            entry = self._ledger.get(id)
-            if entry is None:
-                return Missing()
-            if out.size < entry.num_bytes:
-                return Rejected(Reason.BUFFER_TOO_SMALL)
-            self._ledger.touch(entry)
-            entry.pins += 1
-        self._arena.load(entry.place, out[: entry.num_bytes])
-        with self._lock:
-            entry.pins -= 1
-            if not entry.live and not entry.pins:
-                self._ledger.cancel(entry.cost)
-                self._arena.give(entry.place)
-        return Found(entry.num_bytes)
-
-    def _reclaim(self, removed: Entry[Granules]) -> None:
+    def _reclaim(self, removed: Entry[Extent]) -> None:
         """Free the granules of a removed entry, unless its last reader will."""
         if not removed.pins:
             self._arena.give(removed.place)
 
 
-def _found(entry: Entry[Granules] | None) -> LookupResult:
+def _found(entry: Entry[Extent] | None) -> LookupResult:
     return Missing() if entry is None else Found(entry.num_bytes)
