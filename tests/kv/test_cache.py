@@ -187,6 +187,21 @@ def test_fork_copies_on_the_first_write_only() -> None:
     assert table(one)[0] == table(two)[0]
 
 
+def test_a_twin_may_not_write_to_the_tail_that_the_other_left_in_the_tree() -> None:
+    """Nobody else holds it, but the append right belongs to the tree: who acquires it next may take it."""
+    bench = Bench()
+    tokens = seq(range(6))
+    one = bench.acquire(tokens)
+    bench.compute(one, tokens)
+    two = bench.cache.fork(one)
+    bench.cache.release(one, tokens)
+    tail = table(two)[1]
+    longer = seq(range(6), [80])
+    bench.compute(two, longer)
+    assert table(two)[1] != tail
+    assert bench.acquire(seq(range(9))).num_hit_tokens == 6
+
+
 # -- pending prefixes ------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +220,8 @@ def test_a_prefix_that_is_being_computed_is_pending() -> None:
     assert not pending.is_pending
     assert bench.cache.lookup(same, SCOPE).num_tokens == 8
     assert bench.cache.pending(same, SCOPE, 8) is None
+    bench.compute(one, first)
+    assert bench.cache._computing == {}  # nobody searches it again
 
 
 def test_waiting_ends_when_the_computing_lease_is_released() -> None:
@@ -240,7 +257,9 @@ def test_the_longest_pending_prefix_wins() -> None:
 
 
 def test_reserve_is_all_or_nothing() -> None:
-    bench = Bench(num_blocks=4)
+    """Not even what could be evicted is, when that is not enough."""
+    bench = Bench(num_blocks=5)
+    bench.run(seq(range(60, 64)))
     tokens = seq(range(30))
     lease = bench.acquire(tokens)
     bench.compute(lease, tokens, until=8)
@@ -248,8 +267,8 @@ def test_reserve_is_all_or_nothing() -> None:
     bench.compute(other, seq([50, 51]))
     before = bench.counts(), table(lease), lease.num_computed_tokens
     with pytest.raises(OutOfBlocks) as caught:
-        bench.cache.reserve(lease, 9)
-    assert (caught.value.needed, caught.value.available) == (3, 1)
+        bench.cache.reserve(lease, 12)
+    assert (caught.value.needed, caught.value.available) == (3, 2)
     assert (bench.counts(), table(lease), lease.num_computed_tokens) == before
     bench.cache.check()
     bench.compute(lease, tokens, until=12)
