@@ -61,8 +61,11 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
 }
 
 // Entries past `count` become zero, up to a whole tile of 32 keys: a NaN in a slot nobody wrote would spread.
-inline void pack_keys(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
-    for (int j = 0; j < count; j++) memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
+inline void pack_keys(const Entries<bf16>& entries, const Entries<bf16>& next, int count, int64_t head_dim, bf16* to) {
+    for (int j = 0; j < count; j++) {
+        if (j % 4 == 0) prefetch(next, j, head_dim);
+        memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
+    }
     const int end = (count + kTileSide - 1) / kTileSide * kTileSide;
     memset(to + count * head_dim, 0, (end - count) * head_dim * sizeof(bf16));
 }
@@ -203,11 +206,13 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
+    Entries<bf16> next(a, t, t.key_begin);
     for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, t.key_end);
         const int count = (int)(end - begin);
-        const Entries<bf16> entries(a, t, begin, end);
-        pack_keys(entries, count, head_dim, s.k);
+        const Entries<bf16> entries = next;
+        next = Entries<bf16>(a, t, end);
+        pack_keys(entries, next, count, head_dim, s.k);
         pack_values(entries, count, head_dim, s.vt);
         for (int64_t r = 0; r < rows; r += kTileSide) {
             const SeenLanes lanes = seen_lanes(a, t, t.row_begin + r, begin, end);

@@ -44,7 +44,9 @@ struct Entries {
     const T* values[kTileKeys];
     int count;
 
-    Entries(const AttentionArgs& a, const Tile& t, int64_t begin, int64_t end) : count((int)(end - begin)) {
+    // Those from `begin` on, as many as fit and the tile has: maybe none.
+    Entries(const AttentionArgs& a, const Tile& t, int64_t begin)
+        : count((int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, t.key_end - begin))) {
         const Pool& pool = a.pool;
         int64_t slot = begin % pool.block_size;
         const int32_t* block = t.blocks + begin / pool.block_size;
@@ -77,22 +79,47 @@ inline Seen seen(const AttentionArgs& a, const Tile& t, int64_t group, int64_t r
 }
 
 template <int kRows, typename T>
+PAGODA_INLINE void score_step(Vec (&acc)[kRows][4], const float* q, int64_t stride, const T* const* keys, int64_t i,
+                              int64_t lanes) {
+    Vec k[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) k[j] = load_lanes(keys[j] + i, lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) {
+        const Vec qr = load(q + r * stride + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) acc[r][j] += qr * k[j];
+    }
+}
+
+template <int kRows, typename T>
 inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores) {
+    const int64_t stride = padded(head_dim);
     Vec acc[kRows][4] = {};
-    for_each_vector(head_dim, [&](int64_t i, int64_t lanes) PAGODA_INLINE {
-        Vec k[4];
-        for (int j = 0; j < 4; j++) k[j] = load_lanes(keys[j] + i, lanes);
-        for (int r = 0; r < kRows; r++) {
-            const Vec qr = load(q + r * padded(head_dim) + i);
-            for (int j = 0; j < 4; j++) acc[r][j] += qr * k[j];
-        }
-    });
+    int64_t i = 0;
+    for (; i + kWidth <= head_dim; i += kWidth) score_step<kRows>(acc, q, stride, keys, i, kWidth);
+    if (i < head_dim) score_step<kRows>(acc, q, stride, keys, i, head_dim - i);
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) sum4(acc[r], scores + r * kTileKeys);
 }
 
+// Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
 template <typename T>
-inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, int64_t rows, float* scores) {
+inline void prefetch(const Entries<T>& entries, int begin, int64_t head_dim) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int j = begin; j < smaller(begin + 4, entries.count); j++) {
+        for (int64_t i = 0; i < head_dim; i += kLine) {
+            __builtin_prefetch(entries.keys[j] + i);
+            __builtin_prefetch(entries.values[j] + i);
+        }
+    }
+}
+
+template <typename T>
+inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Entries<T>& next, int64_t rows,
+                  float* scores) {
     for (int j = 0; j < entries.count; j += 4) {
+        prefetch(next, j, head_dim);
         for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
             const float* qr = q + r * padded(head_dim);
             float* to = scores + r * kTileKeys + j;
@@ -245,10 +272,12 @@ void attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
+    Entries<T> next(a, t, t.key_begin);
     for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, t.key_end);
-        const Entries<T> entries(a, t, begin, end);
-        score(s.q, head_dim, entries, rows, s.scores);
+        const Entries<T> entries = next;
+        next = Entries<T>(a, t, end);
+        score(s.q, head_dim, entries, next, rows, s.scores);
         for (int64_t r = 0; r < rows; r++) {
             float* scores = s.scores + r * kTileKeys;
             soft_cap(a, scores, entries.count);
@@ -273,8 +302,8 @@ void attention_mass(const AttentionArgs& a, const MassTile& m, void* memory) {
         load_queries<T>(a, t, row, rows, s.q);
         for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
             const int64_t end = smaller(begin + kTileKeys, t.key_end);
-            const Entries<T> entries(a, t, begin, end);
-            score(s.q, head_dim, entries, rows, s.scores);
+            const Entries<T> entries(a, t, begin), next(a, t, end);
+            score(s.q, head_dim, entries, next, rows, s.scores);
             float* mass = m.mass + (begin - t.key_begin);
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;

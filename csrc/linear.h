@@ -31,6 +31,20 @@ inline void put(const LinearArgs& a, int64_t row, int64_t out, float value) {
     ((bf16*)a.out)[row * a.num_out + out] = lanes[0];
 }
 
+template <int kRows>
+PAGODA_INLINE void dot_step(Vec (&acc)[kRows][kOutsAtOnce], const bf16* x, int64_t stride, const bf16* const* w, int64_t i,
+                            int64_t lanes) {
+    Vec wide[kOutsAtOnce];
+#pragma GCC unroll 4
+    for (int o = 0; o < kOutsAtOnce; o++) wide[o] = load_lanes(w[o] + i, lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) {
+        const Vec xr = load_lanes(x + r * stride + i, lanes);
+#pragma GCC unroll 4
+        for (int o = 0; o < kOutsAtOnce; o++) acc[r][o] += xr * wide[o];
+    }
+}
+
 // kOutsAtOnce outputs of kRows rows.
 template <int kRows>
 inline void dot_block(const LinearArgs& a, int64_t row, int64_t out) {
@@ -41,14 +55,9 @@ inline void dot_block(const LinearArgs& a, int64_t row, int64_t out) {
         w[o] = (const bf16*)a.weight + smaller(out + o, a.num_out - 1) * a.weight_row_stride;
     }
     Vec acc[kRows][kOutsAtOnce] = {};
-    for_each_vector(a.num_in, [&](int64_t i, int64_t lanes) PAGODA_INLINE {
-        Vec wide[kOutsAtOnce];
-        for (int o = 0; o < kOutsAtOnce; o++) wide[o] = load_lanes(w[o] + i, lanes);
-        for (int r = 0; r < kRows; r++) {
-            const Vec xr = load_lanes(x + r * a.x_row_stride + i, lanes);
-            for (int o = 0; o < kOutsAtOnce; o++) acc[r][o] += xr * wide[o];
-        }
-    });
+    int64_t i = 0;
+    for (; i + kWidth <= a.num_in; i += kWidth) dot_step<kRows>(acc, x, a.x_row_stride, w, i, kWidth);
+    if (i < a.num_in) dot_step<kRows>(acc, x, a.x_row_stride, w, i, a.num_in - i);
     for (int r = 0; r < kRows; r++) {
         float sums[kOutsAtOnce];
         sum4(acc[r], sums);
@@ -71,7 +80,7 @@ inline void linear_vectors(const LinearArgs& a, int64_t out_begin, int64_t out_e
 #if defined(__AMX_BF16__)
 
 inline bool fills_tiles(const LinearArgs& a) {
-    return a.rows > 1 && a.num_in % kTileDepth == 0 && a.num_out % kTileSide == 0;
+    return a.num_in % kTileDepth == 0 && a.num_out % kTileSide == 0;
 }
 
 int64_t linear_scratch_bytes(const LinearArgs& a) {

@@ -1,7 +1,7 @@
 // A vector of floats as wide as the instruction set has, and conversions from and to the element types.
 //
 // GCC's vector extensions give arithmetic, comparison and selection on every target; intrinsics appear only where they
-// are much better: half precision and sums across lanes.
+// are much better: conversions and sums across lanes.
 #pragma once
 
 #include <math.h>
@@ -23,6 +23,9 @@ constexpr int kWidth = 8;
 #else
 constexpr int kWidth = 4;
 #endif
+
+// For functions whose accumulators must stay in registers.
+#define PAGODA_INLINE inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
@@ -51,16 +54,27 @@ inline Vec load(const float* p) {
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
 inline Vec load(const bf16* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
     HalfBits h;
     memcpy(&h, p, sizeof h);
     return (Vec)(__builtin_convertvector(h, BitVec) << 16);
+#endif
 }
 inline void store(bf16* p, Vec v) {
     const BitVec bits = (BitVec)v;
     const BitVec rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
     const BitVec quiet_nan = (bits | 0x400000);
-    const HalfBits h = __builtin_convertvector((v == v ? rounded : quiet_nan) >> 16, HalfBits);
+    const BitVec high = (v == v ? rounded : quiet_nan) >> 16;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)high));
+#else
+    const HalfBits h = __builtin_convertvector(high, HalfBits);
     memcpy(p, &h, sizeof h);
+#endif
 }
 
 inline Vec load(const f16* p) {
@@ -104,9 +118,6 @@ inline void store_part(T* p, Vec v, int64_t n) {
     store(lanes, v);
     memcpy(p, lanes, n * sizeof(T));
 }
-
-// For bodies that keep accumulators in registers: a call would spill them.
-#define PAGODA_INLINE __attribute__((always_inline))
 
 // Calls body(offset, lanes) for each vector of [0, n); only the last may have fewer than kWidth lanes.
 template <typename Body>

@@ -18,7 +18,7 @@ from pagoda.kernels.types import AttentionOutput, KVView
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_HEAD_DIM = 256
 # Most rows of `linear` that the native kernel takes: more, and torch is as fast or faster (benchmarks/kernels.py).
-_MAX_LINEAR_ROWS = {"amx": 32, "avx512": 4, "avx2": 2, "portable": 0}
+_MAX_LINEAR_ROWS = {"amx": 128, "avx512": 2, "avx2": 1, "portable": 0}
 
 if "PAGODA_ISA" in os.environ:
     try:

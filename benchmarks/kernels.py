@@ -1,0 +1,140 @@
+"""How near the kernels come to the machine: attention and linear against memory speed and torch.
+
+Every figure is the median over rounds in which the candidates take turns, so that a noisy minute hurts all alike. Data
+that a real step would find cold (weights, KV) is cycled through more memory than the caches hold.
+
+    python -m benchmarks.kernels --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from pagoda import kernels
+from pagoda.kernels import KVView, backend_name
+
+CACHE_BYTES = 600 << 20  # more than a last-level cache
+BLOCK_SIZE = 16
+
+
+def medians(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds per call of each candidate."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for step in range(rounds + 1):
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            if step:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def cycle(count: int) -> Iterator[int]:
+    while True:
+        yield from range(count)
+
+
+def bench_memory(rounds: int) -> None:
+    buffer = torch.zeros(CACHE_BYTES // 4)
+    target = torch.empty_like(buffer)
+    result = medians({"read": buffer.sum, "copy": lambda: target.copy_(buffer)}, rounds)
+    size = buffer.numel() * 4
+    print(
+        f"memory       read {size / result['read'] / 1e9:6.1f} GB/s    copy {2 * size / result['copy'] / 1e9:6.1f} GB/s"
+    )
+
+
+def bench_linear(num_in: int, num_out: int, rounds: int) -> None:
+    size = num_in * num_out * 2
+    weights = [torch.randn(num_out, num_in).bfloat16() for _ in range(max(1, CACHE_BYTES // size))]
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        x = torch.randn(rows, num_in).bfloat16()
+        turns = cycle(len(weights)), cycle(len(weights))
+        candidates: dict[str, Callable[[], object]] = {
+            "torch": lambda x=x, turn=turns[0]: F.linear(x, weights[next(turn)]),  # type: ignore[misc]
+        }
+        if backend_name() == "native":
+            from pagoda.kernels import native
+
+            candidates["native"] = lambda x=x, turn=turns[1]: native.linear_few_rows(x, weights[next(turn)], None)  # type: ignore[misc]
+        result = medians(candidates, rounds)
+        figures = "    ".join(f"{name} {size / seconds / 1e9:6.1f} GB/s" for name, seconds in result.items())
+        print(f"linear       {rows:3} rows x [{num_out}, {num_in}]    {figures}")
+
+
+def bench_decode(num_kv_heads: int, group: int, head_dim: int, context: int, requests: int, rounds: int) -> None:
+    """One layer's decode attention; each call reads another layer of the pool, as a step does."""
+    per_layer = requests * context * num_kv_heads * head_dim * 2 * 2
+    layers = max(1, CACHE_BYTES // per_layer)
+    blocks = requests * context // BLOCK_SIZE
+    pool = torch.randn(blocks, layers, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)
+    q = torch.randn(requests, num_kv_heads * group, head_dim).bfloat16()
+    table = torch.randperm(blocks).to(torch.int32).view(requests, -1)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    lens = torch.full((requests,), context, dtype=torch.int32)
+    turn = cycle(layers)
+
+    def attend() -> object:
+        layer = pool[:, next(turn)]
+        view = KVView(layer[:, 0], layer[:, 1])
+        return kernels.paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
+
+    seconds = medians({"attend": attend}, rounds)["attend"]
+    print(
+        f"decode       {requests:3} x {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
+        f"{seconds * 1e6:8.0f} us    {per_layer / seconds / 1e9:6.1f} GB/s of KV"
+    )
+
+
+def bench_prefill(num_kv_heads: int, group: int, head_dim: int, tokens: int, rounds: int) -> None:
+    blocks = tokens // BLOCK_SIZE
+    pool = torch.randn(blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim).bfloat16()
+    view = KVView(pool[:, 0], pool[:, 1])
+    q = torch.randn(tokens, num_kv_heads * group, head_dim).bfloat16()
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    starts, lens = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    dense_q, dense_k, dense_v = torch.randn(3, 1, num_kv_heads * group, tokens, head_dim).bfloat16()
+    result = medians(
+        {
+            "paged": lambda: kernels.paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5),
+            "torch, dense": lambda: F.scaled_dot_product_attention(dense_q, dense_k, dense_v, is_causal=True),
+        },
+        rounds,
+    )
+    operations = 2 * tokens * tokens * head_dim * num_kv_heads * group
+    figures = "    ".join(f"{name} {s * 1e3:7.2f} ms {operations / s / 1e9:6.0f} GFLOP/s" for name, s in result.items())
+    print(f"prefill      {tokens} tokens, {num_kv_heads} x {group} heads of {head_dim}    {figures}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each candidate (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all CPUs)")
+    parser.add_argument("--only", choices=["memory", "linear", "decode", "prefill"], help="run one part")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"{backend_name()} kernels, {args.threads} threads")
+    if args.only in (None, "memory"):
+        bench_memory(args.rounds)
+    if args.only in (None, "linear"):
+        bench_linear(576, 3072, args.rounds)
+        bench_linear(4096, 4096, args.rounds)
+    if args.only in (None, "decode"):
+        for num_kv_heads, group, head_dim in ((3, 3, 64), (8, 4, 128), (8, 8, 128), (16, 1, 64)):
+            bench_decode(num_kv_heads, group, head_dim, 4096, 1, args.rounds)
+        bench_decode(3, 3, 64, 1024, 8, args.rounds)
+    if args.only in (None, "prefill"):
+        bench_prefill(3, 3, 64, 2048, args.rounds)
+        bench_prefill(8, 4, 128, 2048, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
