@@ -8,7 +8,8 @@
     │   ├── ModelNotFound      no such model is served or can be loaded
     │   └── RequestAborted     the client left, or the engine is shutting down
     ├── MemoryPressure         not now: the same call may succeed later
-    │   └── OutOfBlocks        the pool cannot supply the blocks asked for
+    │   ├── OutOfBlocks        the pool cannot supply the blocks asked for
+    │   └── LeaseRefused       a promise to keep a prefix cannot be given; the message says why
     ├── ModelError
     │   ├── UnsupportedModel   an architecture or a variant that no decoder here knows
     │   └── WeightsError       a weights file is missing, truncated or of the wrong shape
@@ -70,6 +71,10 @@ class OutOfBlocks(MemoryPressure):
         super().__init__(f"{needed} KV blocks needed, {available} free or evictable")
         self.needed = needed
         self.available = available
+
+
+class LeaseRefused(MemoryPressure):
+    """A prefix cannot be promised to stay; the message says why."""
 
 
 class ModelError(PagodaError):

@@ -11,7 +11,8 @@ A call either does all it says or raises and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, TokenArray, common_prefix, first_block_key
+from pagoda.kv.retention import PinnedPrefix, Retention
 
 
 class BlockCopier(Protocol):
@@ -86,9 +88,16 @@ class KVCache:
         layout: the model's KV layout.
         pool: where the bytes are; anything that can copy a block.
         policy: the order of eviction, for this cache alone; LRU when None.
+        clock: seconds, for the ends of leases with a time to live.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockCopier, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: BlockCopier,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
         self.stats = CacheStats()
@@ -102,6 +111,7 @@ class KVCache:
         self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
         self._computing: dict[tuple[Scope, bytes], list[Lease]] = {}
         self._leases: set[Lease] = set()
+        self.retention = Retention(self, clock)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -117,7 +127,7 @@ class KVCache:
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that leases hold."""
+        """Blocks that requests or retained prefixes hold."""
         return self._allocator.num_held
 
     @property
@@ -386,6 +396,23 @@ class KVCache:
         if self._allocator.in_tree(block_id):
             self._tree.offer(block_id)
 
+    def pin(self, tokens: TokenArray, scope: Scope) -> PinnedPrefix | None:
+        """Hold the known whole blocks of a prefix, to which nobody appends; None if there is none. See Retention."""
+        full = tokens.size // self.block_size
+        while (found := self._tree.match(tokens[: full * self.block_size], scope)).num_tokens < full * self.block_size:
+            full = found.num_tokens // self.block_size  # shorter than the hit, it may look back on other window blocks
+        if not full:
+            return None
+        num_tokens = full * self.block_size
+        tables = [self._pin(row, window, num_tokens) for row, window in zip(found.blocks, self._windows, strict=True)]
+        blocks = np.concatenate([table.held for table in tables])
+        return PinnedPrefix(num_tokens, blocks, int(found.blocks[0, -1]))
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Let go of a pinned prefix."""
+        self._allocator.release(pinned.blocks)
+        self._offer(pinned.last_block)
+
     # -- tiers below the device: none here; see TieredCache ----------------------------------------------------------
 
     @property
@@ -421,7 +448,7 @@ class KVCache:
         return self.evict(self._allocator.num_cached)
 
     def check(self) -> None:
-        """Verify conservation: every block is free, held or cached, and every reference has a lease. O(blocks).
+        """Verify conservation: every block is free, held or cached, and every reference has an owner. O(blocks).
 
         Raises:
             InvariantError: what is broken.
@@ -432,6 +459,8 @@ class KVCache:
         for lease in self._leases:
             for table in lease.tables:
                 np.add.at(refs, table.held, 1)
+        for retained in self.retention.leases:
+            refs[retained.pinned.blocks] += 1
         counted = np.array([self._allocator.ref_count(block) for block in range(self.num_blocks)])
         if not np.array_equal(refs, counted):
             raise InvariantError("reference counts and leases disagree")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from pagoda.kv.cache import KVCache
@@ -56,6 +59,11 @@ def layout(block_size: int, windows: tuple[int | None, ...] = (None,)) -> KVLayo
     )
 
 
-def make(num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> tuple[KVCache, TokenPool]:
+def make(
+    num_blocks: int,
+    block_size: int,
+    windows: tuple[int | None, ...] = (None,),
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[KVCache, TokenPool]:
     pool = TokenPool(num_blocks, block_size)
-    return KVCache(layout(block_size, windows), pool), pool
+    return KVCache(layout(block_size, windows), pool, clock=clock), pool

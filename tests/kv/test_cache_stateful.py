@@ -22,10 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagoda.errors import OutOfBlocks
+from pagoda.errors import LeaseRefused, OutOfBlocks
 from pagoda.kv.cache import KVCache, as_tokens
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.retention import Retained
 from tests.kv.fakes import TokenPool, make
 
 # No shrinking: a failing run of this machine is read, not waited for.
@@ -49,12 +50,15 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.running: list[Running] = []
         self.history: list[tuple[Scope, np.ndarray]] = []
+        self.promised: dict[Retained, np.ndarray] = {}
+        self.now = 0.0
 
     @initialize(block_size=st.sampled_from([1, 2, 4]), num_blocks=st.integers(6, 30))
     def start(self, block_size: int, num_blocks: int) -> None:
         self.cache: KVCache
         self.pool: TokenPool
-        self.cache, self.pool = make(num_blocks, block_size, self.windows)
+        self.cache, self.pool = make(num_blocks, block_size, self.windows, clock=lambda: self.now)
+        self.cache.retention.limit_blocks = num_blocks // 2
 
     def pick(self, index: int) -> Running:
         return self.running[index % len(self.running)]
@@ -125,6 +129,29 @@ class CacheMachine(RuleBasedStateMachine):
         assert freed >= min(count, cached)
         assert self.cache.num_free_blocks == free + freed
 
+    @precondition(lambda self: getattr(self, "history", None))
+    @rule(base=st.integers(0, 50), keep=st.integers(0, 30), ttl_s=st.sampled_from([1.0, 3.0, None]))
+    def retain(self, base: int, keep: int, ttl_s: float | None) -> None:
+        scope, old = self.history[base % len(self.history)]
+        before = self.cache.num_available_blocks
+        try:
+            retained = self.cache.retention.retain(old[:keep], scope, ttl_s=ttl_s, owner=scope.salt)
+        except LeaseRefused:
+            assert self.cache.num_available_blocks == before
+            return
+        self.promised[retained] = old[: retained.num_tokens]
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.cache.retention.expire()
+
+    @precondition(lambda self: getattr(self, "promised", None))
+    @rule(index=st.integers(0, 99))
+    def let_go(self, index: int) -> None:
+        self.cache.retention.release(list(self.promised)[index % len(self.promised)])
+
     def verify(self, lease: Lease, tokens: np.ndarray, length: int) -> None:
         for group, window in enumerate(self.windows):
             start = 0 if window is None else max(0, length - window + 1)
@@ -137,6 +164,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         for run in self.running:
             self.verify(run.lease, run.tokens, run.written)
+        self.promised = {retained: tokens for retained, tokens in self.promised.items() if not retained.released}
+        assert len(self.promised) == len(self.cache.retention.leases)
+        assert self.cache.retention.num_blocks <= self.cache.retention.limit_blocks
+        for retained, tokens in self.promised.items():
+            query = np.append(tokens, [0])
+            assert self.cache.lookup(query, retained.scope).num_tokens == retained.num_tokens
         self.pool.poison(self.cache)
 
     def teardown(self) -> None:
@@ -144,6 +177,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for run in self.running:
             self.cache.release(run.lease, run.tokens)
+        for retained in list(self.cache.retention.leases):
+            self.cache.retention.release(retained)
         self.cache.check()
         assert self.cache.num_held_blocks == 0
         self.cache.clear()

@@ -1,0 +1,234 @@
+"""Retention: prefixes that stay until their lease expires, whatever the pressure.
+
+    retain(prefix, ttl)   pin its blocks, as a request does ──> Retained; or LeaseRefused, with the reason
+    refresh(hit)          whoever hits a leased prefix starts its time anew
+    expire()              let go of what ran out: O(log n) each
+    release(retained)     let go early
+
+A leased block is a held block: eviction, conservation and what admission counts as available need nothing new. What is
+new is the bound: leases never take more than `limit_blocks`, so requests always have the rest of the pool. A pin is a
+lease without an end. A block under several leases is charged once, to the first lessee for as long as its lease lasts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import LeaseRefused
+from pagoda.kv.allocator import BlockIds
+from pagoda.kv.keys import Scope
+from pagoda.kv.radix_node import TokenArray
+
+MAX_LEASES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """Whole blocks that somebody holds: those of every layer group, and the last of the first group."""
+
+    num_tokens: int
+    blocks: BlockIds
+    last_block: int
+
+
+class Pins(Protocol):
+    """What retention needs of a cache."""
+
+    num_blocks: int
+    block_size: int
+
+    def pin(self, tokens: TokenArray, scope: Scope) -> PinnedPrefix | None:
+        """Hold the whole blocks that are known of a prefix; None if there is none."""
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Let go of them."""
+
+
+@dataclass(eq=False, slots=True)
+class Retained:
+    """A lease. Times are the clock's seconds; a pin has no `ttl_s` and an `expires_at` of infinity."""
+
+    serial: int
+    owner: str
+    scope: Scope
+    pinned: PinnedPrefix
+    ttl_s: float | None
+    expires_at: float
+    released: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are sure to hit."""
+        return self.pinned.num_tokens
+
+    def prolong(self, now: float, ttl_s: float | None) -> None:
+        """Last at least `ttl_s` from now, and from every hit on."""
+        if ttl_s is None or self.ttl_s is None:
+            self.ttl_s, self.expires_at = None, math.inf
+        else:
+            self.ttl_s = max(self.ttl_s, ttl_s)
+            self.expires_at = max(self.expires_at, now + ttl_s)
+
+
+class Retention:
+    """The table of leases. Not thread-safe: the engine's thread owns it.
+
+    Args:
+        pins: the cache.
+        clock: seconds that never go back.
+
+    Attributes:
+        limit_blocks: most blocks under lease; whoever knows how much requests need sets it. None at first.
+        owner_limit_blocks: most of them charged to one owner.
+        num_refused: leases refused since the start.
+    """
+
+    def __init__(self, pins: Pins, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_blocks = 0
+        self.owner_limit_blocks = pins.num_blocks
+        self.num_refused = 0
+        self._pins = pins
+        self._clock = clock
+        self._serials = itertools.count()
+        self._leases: dict[int, Retained] = {}
+        self._by_end: dict[int, list[Retained]] = {}  # last block -> the leases that end with it
+        self._expiries: list[tuple[float, int]] = []  # (not after, serial): one of each timed lease, some of gone ones
+        self._usage: Counter[str] = Counter()
+        self._num_leases = np.zeros(pins.num_blocks, dtype=np.int32)  # of each block
+        self._payer = np.zeros(pins.num_blocks, dtype=np.int64)  # of each block, the lease it is charged to
+        self._is_end = np.zeros(pins.num_blocks, dtype=np.bool_)
+
+    @property
+    def leases(self) -> Collection[Retained]:
+        """All leases, the oldest first."""
+        return self._leases.values()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks under at least one lease."""
+        return self._usage.total()
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        """Blocks charged to each owner."""
+        return self._usage
+
+    def retain(self, tokens: TokenArray, scope: Scope, *, ttl_s: float | None, owner: str) -> Retained:
+        """Lease the whole blocks that are known of a prefix; an owner's lease on the same prefix is prolonged.
+
+        Raises:
+            LeaseRefused: there is no whole block, or a bound would be exceeded; nothing changed.
+        """
+        self.expire()
+        pinned = self._pins.pin(tokens, scope)
+        try:
+            if pinned is None:
+                raise LeaseRefused(
+                    f"only whole blocks of {self._pins.block_size} tokens can be leased, and this prefix of "
+                    f"{tokens.size} tokens has none in the cache"
+                )
+            same = next((lease for lease in self._by_end.get(pinned.last_block, ()) if lease.owner == owner), None)
+            if same is None:
+                return self._add(pinned, scope, ttl_s, owner)
+        except LeaseRefused:
+            self.num_refused += 1
+            if pinned is not None:
+                self._pins.unpin(pinned)
+            raise
+        self._pins.unpin(pinned)
+        same.prolong(self._clock(), ttl_s)
+        return same
+
+    def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str) -> Retained:
+        at = pinned.blocks.astype(np.intp)
+        new = at[self._num_leases[at] == 0]
+        self._check_bounds(new.size, owner)
+        lease = Retained(next(self._serials), owner, scope, pinned, ttl_s, math.inf)
+        if ttl_s is not None:
+            lease.expires_at = self._clock() + ttl_s
+            heapq.heappush(self._expiries, (lease.expires_at, lease.serial))
+        self._leases[lease.serial] = lease
+        self._by_end.setdefault(pinned.last_block, []).append(lease)
+        self._is_end[pinned.last_block] = True
+        self._num_leases[at] += 1
+        self._charge(lease, new)
+        return lease
+
+    def _check_bounds(self, num_new: int, owner: str) -> None:
+        if not self.limit_blocks:
+            raise LeaseRefused("the pool has no room for leases beside one request of the full context")
+        if len(self._leases) >= MAX_LEASES:
+            raise LeaseRefused(f"there are {MAX_LEASES} leases already")
+        for whose, used, limit in (
+            ("", self.num_blocks, self.limit_blocks),
+            ("one tenant's ", self._usage[owner], self.owner_limit_blocks),
+        ):
+            if used + num_new > limit:
+                raise LeaseRefused(f"{num_new} more KV blocks are needed, and {used} of {whose}{limit} are leased")
+
+    def _charge(self, lease: Retained, blocks: npt.NDArray[np.intp]) -> None:
+        self._payer[blocks] = lease.serial
+        if blocks.size:
+            self._usage[lease.owner] += blocks.size
+
+    def refresh(self, blocks: BlockIds) -> None:
+        """Note a hit: leases whose prefix is among its blocks, those of the first layer group, start anew."""
+        now = self._clock()
+        for block in blocks[self._is_end[blocks.astype(np.intp)]].tolist():
+            for lease in self._by_end[block]:
+                lease.prolong(now, lease.ttl_s)
+
+    def expire(self) -> None:
+        """Let go of every lease whose time ran out."""
+        now = self._clock()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, serial = heapq.heappop(self._expiries)
+            lease = self._leases.get(serial)
+            if lease is not None and lease.expires_at <= now:
+                self.release(lease)
+            elif (
+                lease is not None and lease.ttl_s is not None
+            ):  # it was refreshed; moving it in the heap at every hit would cost more
+                heapq.heappush(self._expiries, (lease.expires_at, serial))
+
+    def release(self, lease: Retained) -> None:
+        """End a lease; nothing if it has ended. What no other lease and no request holds may be evicted from now on."""
+        if lease.released:
+            return
+        lease.released = True
+        del self._leases[lease.serial]
+        block = lease.pinned.last_block
+        self._by_end[block].remove(lease)
+        if not self._by_end[block]:
+            del self._by_end[block]
+            self._is_end[block] = False
+        at = lease.pinned.blocks.astype(np.intp)
+        self._num_leases[at] -= 1
+        self._pass_on(lease, at[self._payer[at] == lease.serial])
+        self._pins.unpin(lease.pinned)
+        if len(self._expiries) > 2 * MAX_LEASES:  # leases released early leave their expiry behind
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._leases]
+            heapq.heapify(self._expiries)
+
+    def _pass_on(self, lease: Retained, blocks: npt.NDArray[np.intp]) -> None:
+        """Charge the blocks that a lease paid for to the next lease that has them."""
+        self._usage[lease.owner] -= blocks.size
+        if not self._usage[lease.owner]:
+            del self._usage[lease.owner]
+        unpaid = blocks[self._num_leases[blocks] > 0]
+        for heir in self._leases.values():
+            if not unpaid.size:
+                return
+            taken = np.isin(unpaid, heir.pinned.blocks)
+            self._charge(heir, unpaid[taken])
+            unpaid = unpaid[~taken]
