@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pagoda.kv.keys import BlockKey
 from pagoda.kv.tiers.base import Tier
@@ -22,8 +30,8 @@ KIB = 1 << 10
 class Clock:
     """Unix seconds that a test moves."""
 
-    def __init__(self, now: float = 1_000_000.0) -> None:
-        self.now = now
+    def __init__(self, now: float | None = None) -> None:
+        self.now = float(int(time.time())) if now is None else now
 
     def __call__(self) -> float:
         return self.now
@@ -41,11 +49,58 @@ class Maker:
     bounded: bool = True
 
 
+def object_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+    """On a folder; skips the test where the extra is not installed."""
+    pytest.importorskip("obstore", reason="the object tier needs the extra 'object'")
+    from obstore.store import LocalStore
+
+    from pagoda.kv.tiers.object import ObjectTier
+
+    return ObjectTier(LocalStore(folder, mkdir=True), "tier", capacity_bytes=capacity, clock=clock)
+
+
+@cache
+def redis_url() -> str:
+    """A server for all tests, stopped at exit; skips the test where there is none."""
+    return start_redis()[0]
+
+
+def start_redis() -> tuple[str, subprocess.Popen[bytes]]:
+    """The address of a new server on a free loopback port, and its process, stopped at exit at the latest."""
+    pytest.importorskip("redis", reason="the redis tier needs the extra 'redis'")
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on this machine")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tempfile.TemporaryDirectory()
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--maxmemory", "64mb", "--dir", folder.name]
+    server = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+    atexit.register(lambda: (server.kill(), server.wait(), folder.cleanup()))
+    for _ in range(100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return f"redis://127.0.0.1:{port}/0", server
+        time.sleep(0.05)
+    raise RuntimeError("redis-server did not come up")
+
+
+def redis_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+    """Under a prefix of its own, which glob patterns must not mistake."""
+    url = redis_url()
+    from pagoda.kv.tiers.redis import RedisTier
+
+    return RedisTier(url, prefix=f"[test*]{folder}:", clock=clock)
+
+
 MAKERS = [
     Maker("memory", lambda capacity, clock, folder: MemoryTier(capacity, clock=clock)),
     Maker("faulty", lambda capacity, clock, folder: FaultyTier(MemoryTier(capacity, clock=clock), Faults())),
     Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
     Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
+    Maker("object", lambda capacity, clock, folder: object_tier(capacity, clock, folder)),
+    Maker("redis", lambda capacity, clock, folder: redis_tier(capacity, clock, folder), bounded=False),
 ]
 
 

@@ -187,10 +187,12 @@ def test_a_leased_record_is_never_dropped_and_room_comes_back_when_leases_end(ti
 
 @pytest.mark.usefixtures("bounded")
 def test_set_lease_protects_extends_and_ends(tier: Tier, clock: Clock) -> None:
-    tier.put([record(n) for n in range(3)])
+    for number in range(3):
+        tier.put([record(number)])
     assert tier.set_lease([rid(0), rid(1), rid(99)], clock.now + 60) == [Found(8 * KIB), Found(8 * KIB), Missing()]
     tier.set_lease([rid(1)], clock.now - 1)
-    tier.put([record(n) for n in range(100, 300)])
+    for number in range(100, 300):
+        tier.put([record(number)])
     assert tier.lookup([rid(0), rid(1), rid(2)]) == [Found(8 * KIB), Missing(), Missing()]
     clock.now += 61
     tier.put([record(n) for n in range(300, 500)])

@@ -1,0 +1,74 @@
+"""The redis tier's own promises: shared records, expiry, a full server, damage, a server that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("redis", reason="the redis tier needs the extra 'redis'")
+
+import redis
+
+from pagoda.errors import TierUnavailable
+from pagoda.kv.tiers.records import Corrupt, Failed, Found, Missing, Reason, Record, Rejected, Stored
+from pagoda.kv.tiers.redis import RedisTier
+from tests.kv.tiers.kit import KIB, Clock, get, record, redis_url, rid, start_redis
+
+
+def open_tier(folder: Path, clock: Clock | None = None, **options: float) -> RedisTier:
+    return RedisTier(redis_url(), prefix=f"{folder}:", clock=clock or Clock(), **options)
+
+
+def test_two_clients_share_records_and_a_later_lease_stays(tmp_path: Path) -> None:
+    clock = Clock()
+    one, two = open_tier(tmp_path, clock), open_tier(tmp_path, clock)
+    one.put([record(0, lease_until=clock.now + 60)])
+    assert get(two, rid(0), 8 * KIB) == (Found(8 * KIB), record(0).data)
+    two.put([record(0, lease_until=clock.now + 30)])
+    assert [i.lease_until for i in one.scan()] == [clock.now + 60]
+
+
+def test_records_expire_after_their_time_or_with_a_later_lease(tmp_path: Path) -> None:
+    clock = Clock()
+    tier, client = open_tier(tmp_path, clock, ttl_s=100.0), redis.Redis.from_url(redis_url())
+    tier.put([record(0), record(1, lease_until=clock.now + 500)])
+    expiries = [client.expiretime(f"{tmp_path}:".encode() + rid(n).to_bytes()) - clock.now for n in range(2)]
+    assert expiries == [100, 500]
+    tier.set_lease([rid(0)], clock.now + 900)
+    assert client.expiretime(f"{tmp_path}:".encode() + rid(0).to_bytes()) - clock.now == 900
+
+
+def test_a_full_server_rejects(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    results = [tier.put([Record(rid(n), bytes(4 << 20))])[0] for n in range(20)]
+    assert set(results) == {Stored(4 << 20), Rejected(Reason.FULL)}
+    tier.delete([rid(n) for n in range(20)])
+    assert tier.put([record(0)]) == [Stored(8 * KIB)]
+
+
+@pytest.mark.parametrize(("damage", "reason"), [("flip", "checksum"), ("cut", "checksum"), ("stub", "head")])
+def test_damage_is_a_counted_miss(tmp_path: Path, damage: str, reason: str) -> None:
+    tier, client = open_tier(tmp_path), redis.Redis.from_url(redis_url())
+    tier.put([record(0)])
+    key = f"{tmp_path}:".encode() + rid(0).to_bytes()
+    value = client.get(key)
+    client.set(key, {"flip": value[:50] + bytes([value[50] ^ 1]) + value[51:], "cut": value[:-1], "stub": b"x"}[damage])
+    assert get(tier, rid(0))[0] == Corrupt(reason)
+    assert tier.lookup([rid(0)]) == [Missing()]
+    assert tier.stats()[f"corrupt_{reason}"] == 1
+
+
+def test_a_server_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(TierUnavailable):
+        RedisTier("redis://127.0.0.1:1/0", timeout_s=0.5)
+    url, server = start_redis()
+    tier = RedisTier(url, timeout_s=0.5)
+    tier.put([record(0)])
+    server.kill()
+    server.wait()
+    assert isinstance(tier.put([record(1)])[0], Failed)
+    assert isinstance(get(tier, rid(0))[0], Failed)
+    assert isinstance(tier.delete([rid(0)])[0], Failed)
+    with pytest.raises(TierUnavailable):
+        tier.lookup([rid(0)])
