@@ -1,0 +1,52 @@
+"""One virtual environment per engine, made once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.peers.engines import Environment
+
+_MARK = "installed"
+
+
+class InstallError(Exception):
+    """An environment could not be made; the message ends with pip's last lines."""
+
+
+def python_of(environment: Environment | None, folder: Path, tell: Callable[[str], None]) -> Path:
+    """The interpreter of an environment below `folder`, which is made if it is not there or its packages changed.
+
+    Raises:
+        InstallError: venv or pip failed.
+    """
+    if environment is None:
+        return Path(sys.executable)
+    home = folder / environment.name
+    python = home / "bin" / "python"
+    wanted = hashlib.sha256(repr(environment).encode()).hexdigest()
+    mark = home / _MARK
+    if mark.is_file() and mark.read_text() == wanted:
+        return python
+    if home.exists():
+        shutil.rmtree(home)
+    tell(f"{environment.name}: making a virtual environment")
+    _run([sys.executable, "-m", "venv", str(home)])
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    for step in environment.steps:
+        tell(f"{environment.name}: installing {' '.join(step)} (minutes)")
+        _run([*pip, "install", "--quiet", *step])
+    if environment.removed:
+        _run([*pip, "uninstall", "--quiet", "--yes", *environment.removed])
+    mark.write_text(wanted)
+    return python
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise InstallError(f"{' '.join(command)} failed:\n" + "\n".join(done.stdout.splitlines()[-15:]))
