@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from pagoda.kv.tiers.records import (
 _LARGEST_USUAL_SEGMENT = 256 << 20
 _USUAL_SEGMENTS = 16
 _MOST_SEGMENTS = 256
+_READERS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +98,7 @@ class DiskTier(LocalTier):
         self._capacity = capacity_bytes
         self._clock = clock
         self._pool = BouncePool()
+        self._readers = ThreadPoolExecutor(_READERS, "pagoda-disk")  # one reads while another verifies
         self._writing = threading.Lock()
         self._lock = threading.Condition()
         self._index: dict[RecordId, Stub] = {}
@@ -151,8 +154,10 @@ class DiskTier(LocalTier):
                 stub.num_hits += 1
                 stub.segment.readers += 1
                 reads.append(_Read(i, stub, outs[i][: stub.num_bytes]))
-        for run in _runs(reads):
-            for read, result in zip(run, self._read(run), strict=True):
+        runs = list(_runs(reads))
+        outcomes = map(self._read, runs) if len(runs) < 2 else self._readers.map(self._read, runs)
+        for run, outcome in zip(runs, outcomes, strict=True):
+            for read, result in zip(run, outcome, strict=True):
                 results[read.position] = result
         for read in reads:
             if isinstance(results[read.position], Corrupt):
@@ -201,6 +206,7 @@ class DiskTier(LocalTier):
             return Usage(self._capacity, used, self._payload_bytes, len(self._index))
 
     def _close(self) -> None:
+        self._readers.shutdown()
         self._log.close()
         self._directory_lock.close()
 

@@ -94,12 +94,21 @@ def redis_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
     return RedisTier(url, prefix=f"[test*]{folder}:", clock=clock)
 
 
+def encrypted_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+    """Around a disk tier; skips the test where the extra is not installed."""
+    pytest.importorskip("cryptography", reason="encryption needs the extra 'encryption'")
+    from pagoda.kv.tiers.encrypted import sealed
+
+    return sealed(DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock), bytes(range(32)))
+
+
 MAKERS = [
     Maker("memory", lambda capacity, clock, folder: MemoryTier(capacity, clock=clock)),
     Maker("faulty", lambda capacity, clock, folder: FaultyTier(MemoryTier(capacity, clock=clock), Faults())),
     Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
     Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
     Maker("object", lambda capacity, clock, folder: object_tier(capacity, clock, folder)),
+    Maker("encrypted", lambda capacity, clock, folder: encrypted_tier(capacity, clock, folder)),
     Maker("redis", lambda capacity, clock, folder: redis_tier(capacity, clock, folder), bounded=False),
 ]
 

@@ -1,0 +1,145 @@
+"""EncryptedTier: AES-GCM around the records of any tier.
+
+    stored payload = nonce (12 bytes, random) | ciphertext | tag (16), authenticated together with the record's id
+
+So a store that is read by others tells nothing but sizes and ids (which are HMACs), and one that is written by others
+cannot pass off one record as another. A record sealed under another key, or changed, is Corrupt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from pagoda.errors import ConfigError
+from pagoda.kv.tiers.base import LocalTier, Tier
+from pagoda.kv.tiers.records import (
+    Corrupt,
+    DeleteResult,
+    Found,
+    GetResult,
+    LookupResult,
+    Missing,
+    PutResult,
+    Record,
+    RecordId,
+    RecordInfo,
+    Stored,
+    Target,
+    Usage,
+    readable,
+    writable,
+)
+
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
+
+
+def load_key(source: str) -> bytes:
+    """The key in "env:NAME" or "file:PATH": 16, 24 or 32 bytes in hexadecimal. Raises ConfigError."""
+    kind, _, where = source.partition(":")
+    try:
+        text = {"env": lambda: os.environ[where], "file": lambda: Path(where).read_text()}[kind]()
+    except (KeyError, OSError) as error:
+        raise ConfigError(f"no encryption key at {source!r}; give env:NAME or file:PATH") from error
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"the encryption key at {source!r} is not hexadecimal") from error
+    if len(key) not in (16, 24, 32):
+        raise ConfigError(f"the encryption key at {source!r} has {len(key)} bytes, not 16, 24 or 32")
+    return key
+
+
+def sealed(inner: Tier, key: bytes) -> Tier:
+    """`inner` with its records sealed; a LocalTier stays one."""
+    return EncryptedLocalTier(inner, key) if isinstance(inner, LocalTier) else EncryptedTier(inner, key)
+
+
+class EncryptedTier(Tier):
+    """`inner`, holding sealed records 28 bytes longer. Sizes and `payload_bytes` are those of the callers' payloads."""
+
+    def __init__(self, inner: Tier, key: bytes) -> None:
+        super().__init__(f"encrypted {inner.name}")
+        self.inner = inner
+        self._cipher = AESGCM(key)
+
+    def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
+        return [_opened_size(result) for result in self.inner.lookup(ids)]
+
+    def _put(self, records: Sequence[Record]) -> list[PutResult]:
+        payloads = [readable(record.data) for record in records]
+        closed = []
+        for record, payload in zip(records, payloads, strict=True):
+            nonce = os.urandom(_NONCE_BYTES)
+            data = nonce + self._cipher.encrypt(nonce, payload.data, record.id.to_bytes())
+            closed.append(replace(record, data=data))
+        results = self.inner.put(closed)
+        return [Stored(r.num_bytes - SEAL_BYTES) if isinstance(r, Stored) else r for r in results]
+
+    def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
+        outs = [writable(target.buffer) for target in targets]
+        buffers = [np.empty(out.size + SEAL_BYTES, dtype=np.uint8) for out in outs]
+        found = self.inner.get_into([Target(t.id, b) for t, b in zip(targets, buffers, strict=True)])
+        results: list[GetResult] = []
+        for target, out, buffer, result in zip(targets, outs, buffers, found, strict=True):
+            if not isinstance(result, Found):
+                results.append(result)
+                continue
+            data = buffer[: result.num_bytes].data
+            try:
+                payload = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], target.id.to_bytes())
+            except (InvalidTag, ValueError):
+                self.inner.delete([target.id])
+                results.append(Corrupt("seal"))
+                continue
+            out[: len(payload)] = readable(payload)
+            results.append(Found(len(payload)))
+        return results
+
+    def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
+        return self.inner.delete(ids)
+
+    def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
+        return [_opened_size(result) for result in self.inner.set_lease(ids, until)]
+
+    def _scan(self) -> Iterator[RecordInfo]:
+        for info in self.inner.scan():
+            if info.num_bytes >= SEAL_BYTES:
+                yield replace(info, num_bytes=info.num_bytes - SEAL_BYTES)
+
+    def _usage(self) -> Usage:
+        usage = self.inner.usage()
+        return replace(usage, payload_bytes=usage.payload_bytes - usage.num_records * SEAL_BYTES)
+
+    def stats(self) -> dict[str, int]:
+        """The inner tier's counts, with the outcomes as they are after unsealing."""
+        return self.inner.stats() | self._tally.snapshot()
+
+    def _close(self) -> None:
+        self.inner.close()
+
+
+class EncryptedLocalTier(EncryptedTier, LocalTier):
+    """EncryptedTier around a tier that orders its records."""
+
+    def __init__(self, inner: LocalTier, key: bytes) -> None:
+        super().__init__(inner, key)
+        self._local = inner
+
+    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
+        infos = self._local.coldest(num_bytes)
+        return [replace(info, num_bytes=max(info.num_bytes - SEAL_BYTES, 0)) for info in infos]
+
+
+def _opened_size(result: LookupResult) -> LookupResult:
+    if isinstance(result, Found):
+        return Found(result.num_bytes - SEAL_BYTES) if result.num_bytes >= SEAL_BYTES else Missing()
+    return result

@@ -1,0 +1,140 @@
+"""A tier in one line, as the command line and configuration files give it.
+
+    dram:8GiB                           host memory
+    shm:NAME:4GiB                       memory shared by the processes of this machine
+    disk:/var/cache/pagoda:100GiB       a local disk; one process
+    s3://BUCKET/PREFIX  gs://  az://  file:///FOLDER          an object store, or a folder as one; many processes
+    redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
+
+Sizes take B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (of 1024).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.errors import ConfigError
+from pagoda.kv.tiers.base import Tier
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_REQUEST_TIMEOUT = "10s"
+_MAX_RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier to open.
+
+    Attributes:
+        kind: dram, shm, disk, object or redis.
+        location: a folder, a name or an address; empty for dram.
+        capacity_bytes: its budget; None where the service behind it has its own.
+    """
+
+    kind: str
+    location: str
+    capacity_bytes: int | None
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes in a size such as "8GiB" or "1.5 TB". Raises ConfigError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write one such as 8GiB or 500MB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
+
+
+def parse_tier(text: str) -> TierSpec:
+    """Read a one-line description of a tier. Raises ConfigError that says what is wrong."""
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        if scheme in _OBJECT_SCHEMES and rest.strip("/"):
+            return TierSpec("object", text, None)
+        if scheme in _REDIS_SCHEMES and rest:
+            return TierSpec("redis", text, None)
+        raise ConfigError(f"the tier {text!r} has no bucket, folder or host, or a scheme that is not known here")
+    kind, *parts = text.split(":")
+    match kind, parts:
+        case "dram", [size]:
+            return TierSpec("dram", "", parse_bytes(size))
+        case "shm" | "disk", [_, *_, size] if ":".join(parts[:-1]):
+            return TierSpec(kind, ":".join(parts[:-1]), parse_bytes(size))
+        case "dram", _:
+            raise ConfigError(f"the tier {text!r} is not of the form dram:SIZE")
+        case "shm", _:
+            raise ConfigError(f"the tier {text!r} is not of the form shm:NAME:SIZE")
+        case "disk", _:
+            raise ConfigError(f"the tier {text!r} is not of the form disk:FOLDER:SIZE")
+    raise ConfigError(f"the tier {text!r} is of no kind known here: dram, shm, disk, s3, gs, az, file, redis")
+
+
+def open_tier(spec: TierSpec, *, key: bytes | None = None) -> Tier:
+    """Open the tier that `spec` describes, its records sealed if there is a `key`.
+
+    Raises ConfigError for a setting that cannot work or an extra that is not installed, TierUnavailable if the tier
+    does not answer.
+    """
+    tier = _open(spec)
+    if key is None:
+        return tier
+    try:
+        from pagoda.kv.tiers.encrypted import sealed
+    except ImportError as error:
+        tier.close()
+        raise _missing("encryption", "cryptography") from error
+    return sealed(tier, key)
+
+
+def _open(spec: TierSpec) -> Tier:
+    match spec:
+        case TierSpec("dram", _, int(capacity)):
+            from pagoda.kv.tiers.dram import DramTier
+
+            return DramTier(capacity)
+        case TierSpec("disk", folder, int(capacity)):
+            from pagoda.kv.tiers.disk import DiskTier
+
+            return DiskTier(Path(folder), capacity)
+        case TierSpec("object", url, _):
+            return _open_object(url)
+        case TierSpec("redis", url, _):
+            try:
+                from pagoda.kv.tiers.redis import RedisTier
+            except ImportError as error:
+                raise _missing("redis", "redis") from error
+            return RedisTier(url)
+    raise ConfigError(f"no tier can be opened from {spec}")
+
+
+def _open_object(url: str) -> Tier:
+    """Split an address into the store (a bucket or a folder) and the prefix in it."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+
+        from pagoda.kv.tiers.object import ObjectTier
+    except ImportError as error:
+        raise _missing("object", "obstore") from error
+    scheme, _, rest = url.partition("://")
+    if scheme == "file":
+        return ObjectTier(LocalStore(rest, mkdir=True))
+    bucket, _, prefix = rest.partition("/")
+    try:
+        store = from_url(
+            f"{scheme}://{bucket}",
+            client_options={"timeout": _REQUEST_TIMEOUT},
+            retry_config={"max_retries": _MAX_RETRIES},
+        )
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"no object store can be opened at {url!r}: {error}") from error
+    return ObjectTier(store, prefix)
+
+
+def _missing(extra: str, package: str) -> ConfigError:
+    return ConfigError(f"this tier needs the package {package}: pip install 'pagoda-kv[{extra}]'")
