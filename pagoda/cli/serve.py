@@ -62,6 +62,15 @@ def serve(
             rich_help_panel="Memory and batching",
         ),
     ] = QueuePolicy.FCFS,
+    lease_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Most of the KV cache that prefixes with a guaranteed lifetime may hold.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = 0.5,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +99,7 @@ def serve(
             block_size=block_size,
             dtype=dtype,
             queue_policy=str(queue_policy),
+            lease_share=lease_share,
         )
 
         from pagoda.server.app import create_app

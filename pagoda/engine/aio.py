@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import EngineObserver, RequestOutput
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
 from pagoda.model.tokenizer import Tokenizer
@@ -32,12 +32,19 @@ Inbox = queue.SimpleQueue[Callable[[], None] | None]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. `num_free_blocks + num_held_blocks + num_cached_blocks == num_blocks`."""
+    """A snapshot. `num_free_blocks + num_held_blocks + num_cached_blocks == num_blocks`.
+
+    `num_leased_blocks` are under a lease, whether a request holds them too or not; `lease_limit_blocks` bounds them.
+    """
 
     num_blocks: int
     num_free_blocks: int
     num_held_blocks: int
     num_cached_blocks: int
+    num_leased_blocks: int
+    lease_limit_blocks: int
+    num_leases: int
+    num_leases_refused: int
     block_size: int
     num_running: int
     num_waiting: int
@@ -101,6 +108,7 @@ class AsyncEngine:
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._core.cache.close)
 
     async def stream(
         self,
@@ -110,6 +118,7 @@ class AsyncEngine:
         request_id: str | None = None,
         scope: Scope = Scope(),
         priority: int = 0,
+        leases: Sequence[LeaseSpec] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs as they come. Closing the generator aborts the request.
 
@@ -122,7 +131,11 @@ class AsyncEngine:
         name = request_id or uuid.uuid4().hex
         outputs: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
         self._streams[name] = outputs
-        self._inbox.put(lambda: self._add(name, prompt, params, scope, priority))
+        self._inbox.put(
+            lambda: self._add(
+                name, lambda: self._core.add(name, prompt, params, scope=scope, priority=priority, leases=leases)
+            )
+        )
         finished = False
         try:
             while not finished:
@@ -169,9 +182,9 @@ class AsyncEngine:
             command()
             wait = False
 
-    def _add(self, name: str, prompt: Sequence[int], params: SamplingParams, scope: Scope, priority: int) -> None:
+    def _add(self, name: str, add: Callable[[], None]) -> None:
         try:
-            self._core.add(name, prompt, params, scope=scope, priority=priority)
+            add()
         except RequestError as error:
             self._deliver([(name, error)])
 
@@ -200,6 +213,10 @@ class AsyncEngine:
             num_free_blocks=cache.num_free_blocks,
             num_held_blocks=cache.num_held_blocks,
             num_cached_blocks=cache.num_cached_blocks,
+            num_leased_blocks=cache.retention.num_blocks,
+            lease_limit_blocks=cache.retention.limit_blocks,
+            num_leases=len(cache.retention.leases),
+            num_leases_refused=cache.retention.num_refused,
             block_size=cache.block_size,
             num_running=self._core.num_running,
             num_waiting=self._core.num_waiting,

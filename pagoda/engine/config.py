@@ -17,6 +17,7 @@ class EngineConfig:
         max_num_seqs: most samples running at once.
         token_budget: most tokens computed in one step. Higher: faster prefill; lower: steadier decode.
         queue_policy: the order of admission; a key of QUEUE_POLICIES.
+        lease_share: most of the pool that leases may hold. They also leave room for one request of the full context.
 
     Raises:
         ConfigError: a value is out of range.
@@ -26,6 +27,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     token_budget: int = 512
     queue_policy: str = "fcfs"
+    lease_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "token_budget"):
@@ -36,5 +38,7 @@ class EngineConfig:
                 f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sample decodes one token a step"
             )
+        if not 0 <= self.lease_share <= 1:
+            raise ConfigError(f"lease_share must be in [0, 1], got {self.lease_share}")
         if self.queue_policy not in QUEUE_POLICIES:
             raise ConfigError(f"queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got {self.queue_policy!r}")

@@ -18,17 +18,18 @@ from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
     FinishReason,
+    LeaseOutcome,
     RequestOutput,
     RequestStats,
     StepStats,
     TokenLogprob,
 )
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
 from pagoda.engine.text import OutputText
-from pagoda.errors import ContextTooLong, InvalidRequest
+from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused
 from pagoda.kv.cache import KVCache, as_tokens
 from pagoda.kv.keys import Scope
 from pagoda.model.sampler import SampledToken, SamplerState, sample
@@ -70,6 +71,9 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._scheduler = Scheduler(cache, config)
+        # Whatever is leased, the longest request must still be able to run.
+        room = cache.num_blocks - cache.peak_blocks(max_model_len, config.token_budget)
+        cache.retention.limit_blocks = max(0, min(int(config.lease_share * cache.num_blocks), room))
         self._requests: dict[str, Request] = {}
 
     @property
@@ -95,11 +99,13 @@ class EngineCore:
         *,
         scope: Scope = Scope(),
         priority: int = 0,
+        leases: Sequence[LeaseSpec] = (),
     ) -> None:
         """Queue a request.
 
         Raises:
-            InvalidRequest: an empty prompt, a token outside the vocabulary, or an id that is in use.
+            InvalidRequest: an empty prompt, a token outside the vocabulary, a lease beyond the prompt, or an id that is
+                in use.
             ContextTooLong: prompt and output can never fit; the message has the numbers.
         """
         if request_id in self._requests:
@@ -109,7 +115,11 @@ class EngineCore:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise InvalidRequest(f"prompt token ids must be in [0, {self._vocab_size})", param="prompt")
-        request = Request(request_id, tokens, params, scope, priority, self._max_tokens(int(tokens.size), params))
+        if any(spec.num_tokens > tokens.size for spec in leases):
+            raise InvalidRequest(f"a lease ends after the prompt of {tokens.size} tokens", param="leases")
+        max_tokens = self._max_tokens(int(tokens.size), params)
+        request = Request(request_id, tokens, params, scope, priority, max_tokens)
+        request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._new_sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
         self._scheduler.add(request.samples[0])
@@ -156,6 +166,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what is new."""
         started = time.perf_counter()
+        self.cache.retention.expire()
         before = self._scheduler.num_preempted, self.cache.stats.num_evicted_blocks
         self.cache.poll()
         plan = self._scheduler.schedule()
@@ -168,6 +179,7 @@ class EngineCore:
         self._note_speed(plan, time.perf_counter() - started)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
+            self._grant_leases(rows.sample.request, rows.stop)
         outputs = self._sample([rows.sample for rows in plan if rows.needs_logits], logits)
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
@@ -193,12 +205,28 @@ class EngineCore:
             average = self._scheduler.prefill_s_per_token
             self._scheduler.prefill_s_per_token += 0.2 * (seconds / num_tokens - average)
 
+    def _grant_leases(self, request: Request, num_computed_tokens: int) -> None:
+        """Lease the prefixes that are computed now: later, what slid out of a window may be gone."""
+        for spec in request.leases[len(request.outcomes) :]:
+            if spec.num_tokens > num_computed_tokens:
+                return
+            prefix = request.prompt[: spec.num_tokens]
+            try:
+                kept = self.cache.retention.retain(
+                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace
+                )
+            except LeaseRefused as error:
+                request.outcomes.append(LeaseOutcome(spec, 0, str(error)))
+            else:
+                request.outcomes.append(LeaseOutcome(spec, kept.num_tokens))
+
     def _note_admissions(self, plan: Sequence[Rows]) -> None:
         for rows in plan:
             request = rows.sample.request
             if request.admitted_at is None:
                 request.admitted_at = time.perf_counter()
                 request.num_hit_tokens = rows.sample.running_lease.num_hit_tokens
+                self.cache.note_hit(rows.sample.running_lease)
                 for observer in self.observers:
                     observer.on_admitted(int(request.prompt.size), request.num_hit_tokens)
 
@@ -273,7 +301,7 @@ class EngineCore:
             stats = _request_stats(request)
             for observer in self.observers:
                 observer.on_finished(stats)
-        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished)
+        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes))
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now and let go of all blocks."""

@@ -72,6 +72,7 @@ class Engine:
         max_num_seqs: most samples running at once.
         token_budget: most tokens computed in one step.
         queue_policy: `fcfs`, `priority` or `lpm` (longest prefix match).
+        lease_share: most of the pool that leases on prefixes may hold.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -90,9 +91,10 @@ class Engine:
         max_num_seqs: int = 64,
         token_budget: int = 512,
         queue_policy: str = "fcfs",
+        lease_share: float = 0.5,
         progress: bool = True,
     ) -> None:
-        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy)
+        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share)
         quiet = None if progress else (lambda what, done, total: None)
         loaded = load_model(model, dtype=dtype, max_model_len=max_model_len, progress=quiet)
         self.model_name = loaded.name

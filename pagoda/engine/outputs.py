@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from pagoda.engine.params import LeaseSpec
+
 
 class FinishReason(StrEnum):
     """Why a sample ended. `STOP`: an end token, stop token or stop string; `LENGTH`: max_tokens or the context."""
@@ -50,13 +52,27 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseOutcome:
+    """What became of a LeaseSpec: its first `num_tokens` (whole blocks) are kept, or `refused` says why none are."""
+
+    spec: LeaseSpec
+    num_tokens: int
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One step's news of one request. `finished` is true exactly once, on the last."""
+    """One step's news of one request. `finished` is true exactly once, on the last.
+
+    `leases` answers the request's LeaseSpecs, in order of their ends, as far as its prompt is computed: all of them,
+    when there is any output token.
+    """
 
     request_id: str
     deltas: tuple[Delta, ...]
     usage: Usage
     finished: bool
+    leases: tuple[LeaseOutcome, ...] = ()
 
 
 @dataclass(slots=True)

@@ -10,6 +10,22 @@ from pagoda.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseSpec:
+    """A wish that the first `num_tokens` of a prompt stay cached for `ttl_s` seconds, and again as long at every hit.
+
+    Raises:
+        InvalidRequest: either is not positive.
+    """
+
+    num_tokens: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or not 0 < self.ttl_s < math.inf:
+            raise InvalidRequest(f"a lease needs tokens and seconds, got {self.num_tokens} and {self.ttl_s}")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.engine.outputs import FinishReason, Usage
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.outputs import FinishReason, LeaseOutcome, Usage
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
 from pagoda.kv.cache import PendingPrefix
 from pagoda.kv.keys import Scope
@@ -96,6 +96,8 @@ class Request:
 
     Attributes:
         max_tokens: most tokens of each sample, the context's end considered.
+        leases: wishes, in order of their ends.
+        outcomes: what became of the first of them.
         samples: one until the prompt is computed, then `params.n`.
         num_hit_tokens: prompt tokens found in the cache when the request first ran.
     """
@@ -106,6 +108,8 @@ class Request:
     scope: Scope
     priority: int
     max_tokens: int
+    leases: tuple[LeaseSpec, ...] = ()
+    outcomes: list[LeaseOutcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     num_hit_tokens: int = 0
     arrival: int = field(default_factory=lambda: next(_arrivals))

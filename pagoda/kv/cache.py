@@ -106,6 +106,7 @@ class KVCache:
         self._windows = tuple(
             None if group.window is None else max(group.window, layout.block_size + 1) for group in layout.groups
         )
+        self._anchor = self._windows.index(None) if None in self._windows else 0  # the group that keeps most of a hit
         self._allocator = Allocator(pool.num_blocks)
         self._tree = RadixTree(layout.block_size, self._windows, pool.num_blocks, policy)
         self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
@@ -406,7 +407,12 @@ class KVCache:
         num_tokens = full * self.block_size
         tables = [self._pin(row, window, num_tokens) for row, window in zip(found.blocks, self._windows, strict=True)]
         blocks = np.concatenate([table.held for table in tables])
-        return PinnedPrefix(num_tokens, blocks, int(found.blocks[0, -1]))
+        return PinnedPrefix(num_tokens, blocks, int(found.blocks[0, -1]), int(found.blocks[self._anchor, -1]))
+
+    def note_hit(self, lease: Lease) -> None:
+        """Start the time of retained prefixes anew that a lease's hit covers."""
+        table = lease.tables[self._anchor]
+        self.retention.refresh(table.ids[table.first : lease.num_hit_tokens // self.block_size])
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Let go of a pinned prefix."""

@@ -34,18 +34,29 @@ MAX_LEASES = 4096
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Whole blocks that somebody holds: those of every layer group, and the last of the first group."""
+    """Whole blocks that somebody holds, those of every layer group.
+
+    Attributes:
+        num_tokens: the prefix's length.
+        blocks: all of them.
+        last_block: the last of the first group.
+        anchor: the last of the group in which hits keep most of their blocks: a hit that has it covers the prefix.
+    """
 
     num_tokens: int
     blocks: BlockIds
     last_block: int
+    anchor: int
 
 
 class Pins(Protocol):
     """What retention needs of a cache."""
 
-    num_blocks: int
     block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
 
     def pin(self, tokens: TokenArray, scope: Scope) -> PinnedPrefix | None:
         """Hold the whole blocks that are known of a prefix; None if there is none."""
@@ -101,12 +112,12 @@ class Retention:
         self._clock = clock
         self._serials = itertools.count()
         self._leases: dict[int, Retained] = {}
-        self._by_end: dict[int, list[Retained]] = {}  # last block -> the leases that end with it
+        self._by_anchor: dict[int, list[Retained]] = {}  # anchor -> the leases that have it
         self._expiries: list[tuple[float, int]] = []  # (not after, serial): one of each timed lease, some of gone ones
         self._usage: Counter[str] = Counter()
         self._num_leases = np.zeros(pins.num_blocks, dtype=np.int32)  # of each block
         self._payer = np.zeros(pins.num_blocks, dtype=np.int64)  # of each block, the lease it is charged to
-        self._is_end = np.zeros(pins.num_blocks, dtype=np.bool_)
+        self._is_anchor = np.zeros(pins.num_blocks, dtype=np.bool_)
 
     @property
     def leases(self) -> Collection[Retained]:
@@ -137,7 +148,7 @@ class Retention:
                     f"only whole blocks of {self._pins.block_size} tokens can be leased, and this prefix of "
                     f"{tokens.size} tokens has none in the cache"
                 )
-            same = next((lease for lease in self._by_end.get(pinned.last_block, ()) if lease.owner == owner), None)
+            same = next((lease for lease in self._by_anchor.get(pinned.anchor, ()) if lease.owner == owner), None)
             if same is None:
                 return self._add(pinned, scope, ttl_s, owner)
         except LeaseRefused:
@@ -158,8 +169,8 @@ class Retention:
             lease.expires_at = self._clock() + ttl_s
             heapq.heappush(self._expiries, (lease.expires_at, lease.serial))
         self._leases[lease.serial] = lease
-        self._by_end.setdefault(pinned.last_block, []).append(lease)
-        self._is_end[pinned.last_block] = True
+        self._by_anchor.setdefault(pinned.anchor, []).append(lease)
+        self._is_anchor[pinned.anchor] = True
         self._num_leases[at] += 1
         self._charge(lease, new)
         return lease
@@ -182,10 +193,10 @@ class Retention:
             self._usage[lease.owner] += blocks.size
 
     def refresh(self, blocks: BlockIds) -> None:
-        """Note a hit: leases whose prefix is among its blocks, those of the first layer group, start anew."""
+        """Note a hit: leases whose anchor is among its blocks start anew."""
         now = self._clock()
-        for block in blocks[self._is_end[blocks.astype(np.intp)]].tolist():
-            for lease in self._by_end[block]:
+        for block in blocks[self._is_anchor[blocks.astype(np.intp)]].tolist():
+            for lease in self._by_anchor[block]:
                 lease.prolong(now, lease.ttl_s)
 
     def expire(self) -> None:
@@ -207,11 +218,11 @@ class Retention:
             return
         lease.released = True
         del self._leases[lease.serial]
-        block = lease.pinned.last_block
-        self._by_end[block].remove(lease)
-        if not self._by_end[block]:
-            del self._by_end[block]
-            self._is_end[block] = False
+        block = lease.pinned.anchor
+        self._by_anchor[block].remove(lease)
+        if not self._by_anchor[block]:
+            del self._by_anchor[block]
+            self._is_anchor[block] = False
         at = lease.pinned.blocks.astype(np.intp)
         self._num_leases[at] -= 1
         self._pass_on(lease, at[self._payer[at] == lease.serial])

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pagoda.engine.outputs import EngineObserver, RequestOutput
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
 __all__ = ["Backend", "BackendStats", "Scope", "Tokenizer"]
@@ -52,6 +52,14 @@ class BackendStats(Protocol):
     @property
     def num_cached_blocks(self) -> int: ...  # noqa: D102
     @property
+    def num_leased_blocks(self) -> int: ...  # noqa: D102
+    @property
+    def lease_limit_blocks(self) -> int: ...  # noqa: D102
+    @property
+    def num_leases(self) -> int: ...  # noqa: D102
+    @property
+    def num_leases_refused(self) -> int: ...  # noqa: D102
+    @property
     def num_running(self) -> int: ...  # noqa: D102
     @property
     def num_waiting(self) -> int: ...  # noqa: D102
@@ -90,6 +98,7 @@ class Backend(Protocol):
         request_id: str | None = None,
         scope: Scope = ...,
         priority: int = 0,
+        leases: Sequence[LeaseSpec] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pagoda.engine.outputs import FinishReason, RequestStats, StepStats
@@ -84,11 +84,11 @@ class _EngineGauges(Collector):
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[Metric]:
         """Nothing to declare: registering must not ask an engine that has not started."""
         return iter(())
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """The gauges now."""
         stats = self._engine.stats()
         blocks = GaugeMetricFamily("pagoda_kv_blocks", "KV blocks by state", labels=["state"])
@@ -96,7 +96,15 @@ class _EngineGauges(Collector):
         blocks.add_metric(["held"], stats.num_held_blocks)
         blocks.add_metric(["cached"], stats.num_cached_blocks)
         yield blocks
+        yield GaugeMetricFamily("pagoda_kv_leased_blocks", "KV blocks under a lease", stats.num_leased_blocks)
+        yield GaugeMetricFamily(
+            "pagoda_kv_lease_limit_blocks", "Most KV blocks under a lease", stats.lease_limit_blocks
+        )
+        yield GaugeMetricFamily("pagoda_kv_leases", "Leases on prefixes", stats.num_leases)
+        yield CounterMetricFamily("pagoda_kv_leases_refused", "Leases that were not granted", stats.num_leases_refused)
         usage = stats.num_held_blocks / stats.num_blocks
-        yield GaugeMetricFamily("pagoda_kv_usage_ratio", "Share of KV blocks that running requests hold", usage)
+        yield GaugeMetricFamily(
+            "pagoda_kv_usage_ratio", "Share of KV blocks that running requests and leases hold", usage
+        )
         yield GaugeMetricFamily("pagoda_requests_running", "Requests being computed", stats.num_running)
         yield GaugeMetricFamily("pagoda_requests_waiting", "Requests in the queue", stats.num_waiting)

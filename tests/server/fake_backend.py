@@ -23,7 +23,7 @@ from pagoda.engine.outputs import (
     TokenLogprob,
     Usage,
 )
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import ContextTooLong, InvalidRequest, RequestAborted
 from pagoda.kv.keys import Scope
 
@@ -81,6 +81,10 @@ class FakeStats:
     num_running: int
     num_waiting: int
     block_size: int = BLOCK_SIZE
+    num_leased_blocks: int = 3
+    lease_limit_blocks: int = 500
+    num_leases: int = 2
+    num_leases_refused: int = 1
 
 
 class FakeBackend:
@@ -130,6 +134,7 @@ class FakeBackend:
         request_id: str | None = None,
         scope: Scope = Scope(),
         priority: int = 0,
+        leases: Sequence[LeaseSpec] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._draining:
             raise RequestAborted("the engine is stopping")
@@ -143,7 +148,14 @@ class FakeBackend:
         request_id = request_id or uuid.uuid4().hex
         self.live[request_id] = -(-len(prompt) // BLOCK_SIZE)
         self.seen.append(
-            {"id": request_id, "prompt": list(prompt), "params": params, "scope": scope, "priority": priority}
+            {
+                "id": request_id,
+                "prompt": list(prompt),
+                "params": params,
+                "scope": scope,
+                "priority": priority,
+                "leases": leases,
+            }
         )
         start = time.monotonic()
         usage, reason = Usage(len(prompt), 0, 0), FinishReason.ABORT

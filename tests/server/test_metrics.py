@@ -43,6 +43,8 @@ async def test_counters_and_histograms_follow_requests(live: Live) -> None:
 async def test_gauges_are_read_at_the_scrape(live: Live) -> None:
     idle = await scrape(live)
     assert idle["pagoda_kv_blocks{state=free}"] == 1000
+    leases = "leased_blocks", "lease_limit_blocks", "leases", "leases_refused_total"
+    assert [idle[f"pagoda_kv_{name}"] for name in leases] == [3, 500, 2, 1]
     live.backend.held_back.clear()
     pending = asyncio.create_task(live.http.post("/v1/completions", json={"prompt": "x" * 20}))
     while not live.backend.live:
