@@ -50,7 +50,8 @@ class RadixTree:
         self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
         self._roots: dict[Scope, Root] = {}
         self._now = 0
-        self._policy = policy or LRU()
+        self._policy = LRU() if policy is None else policy
+        self._policy.bind(block_size)
         self._slid: dict[Node, None] = {}  # an ordered set: nodes that may hold window blocks no hit will read
 
     # -- looking up: mutates nothing ---------------------------------------------------------------------------------
@@ -296,7 +297,8 @@ class RadixTree:
             leaf = cast(Node, candidate)
             if leaf.children:
                 continue
-            ids, blocked = self._take_tail(leaf, held, missing)
+            most = -(-self._policy.tail(leaf) // self.block_size) * len(self.windows)
+            ids, blocked = self._take_tail(leaf, held, min(missing, most))
             gone.append(ids)
             missing -= ids.size
             if not leaf.tokens.size:

@@ -48,3 +48,8 @@ def _next_uses(requests: Sequence[TraceRequest]) -> list[int]:
             uses[position] = seen.get(block, never)
             seen[block] = position
     return uses
+
+
+def count_blocks(requests: Sequence[TraceRequest]) -> int:
+    """Different blocks in a trace."""
+    return len({block for request in requests for block in request.blocks.tolist()})

@@ -64,7 +64,8 @@ def read_session(path: str | Path) -> Iterator[TraceRequest]:
 
     def request(row: dict[str, Any]) -> TraceRequest:
         now = float(row["timestamp"]) * 1e-6
-        start.append(now) if not start else None
+        if not start:
+            start.append(now)
         text = _string(row, "input").encode()
         num_output = -(-len(_string(row, "output").encode()) // TEXT_BYTES_PER_TOKEN)
         num_prompt = -(-len(text) // TEXT_BYTES_PER_TOKEN)
@@ -100,7 +101,7 @@ def read_lengths(path: str | Path) -> Iterator[TraceRequest]:
 def overlap(sessions: Iterable[Iterable[TraceRequest]], interval: float) -> Iterator[TraceRequest]:
     """Sessions as one stream: each starts `interval` seconds after the one before and keeps its own pace.
 
-    Memory is bounded by one request of each session.
+    Memory is bounded by one request of each session. Where a session's clock goes back, its order counts.
     """
     shifted = [_delayed(session, interval * index) for index, session in enumerate(sessions)]
     return heapq.merge(*shifted, key=lambda request: request.time)
@@ -118,8 +119,10 @@ def chain(text: bytes) -> npt.NDArray[np.int64]:
 
 
 def _delayed(session: Iterable[TraceRequest], delay: float) -> Iterator[TraceRequest]:
+    now = delay
     for request in session:
-        yield replace(request, time=request.time + delay)
+        now = max(now, request.time + delay)
+        yield replace(request, time=now)
 
 
 def _hashed(row: dict[str, Any], *, seconds: float, block_tokens: int) -> TraceRequest:

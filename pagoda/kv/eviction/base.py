@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.errors import ConfigError
+
 
 class Evictable(Protocol):
     """What a policy may look at. Times are ticks of the tree's clock, one per lookup or insertion."""
@@ -36,6 +38,13 @@ class Evictable(Protocol):
 class EvictionPolicy(Protocol):
     """Chooses among evictable leaves."""
 
+    def bind(self, block_size: int) -> None:
+        """Start to serve a tree; called once, by the tree.
+
+        Raises:
+            ConfigError: it serves another.
+        """
+
     def offer(self, leaf: Evictable) -> None:
         """Make a leaf a candidate; called again for one that already is when another request lets go of it."""
 
@@ -44,6 +53,9 @@ class EvictionPolicy(Protocol):
 
         It may be stale: hit, taken hold of, or no leaf since it was offered. The tree checks that.
         """
+
+    def tail(self, leaf: Evictable) -> int:
+        """How many tokens at the end of a leaf just taken may go before it is offered again; at least one."""
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """`node.tokens[start:]` are new. Called after the node's statistics changed."""
@@ -55,8 +67,20 @@ class EvictionPolicy(Protocol):
         """`node.tokens[start:]` are about to go."""
 
 
-class Hooks:
-    """Policies that learn nothing from a hook inherit it from here."""
+class Policy:
+    """What most policies have in common: they serve one tree, give up whole leaves and learn nothing from hooks."""
+
+    block_size = 0
+
+    def bind(self, block_size: int) -> None:
+        """Note the block size."""
+        if self.block_size:
+            raise ConfigError("an eviction policy serves one tree; make another for another tree")
+        self.block_size = block_size
+
+    def tail(self, leaf: Evictable) -> int:
+        """All of it."""
+        return leaf.tokens.size
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """Nothing."""
@@ -68,7 +92,7 @@ class Hooks:
         """Nothing."""
 
 
-class SortKey(Hooks):
+class SortKey(Policy):
     """Base of the policies that are a sort key: the smallest goes first.
 
     A key is read when a leaf becomes evictable and again when it reaches the top of the heap: a leaf whose key has
@@ -78,6 +102,9 @@ class SortKey(Hooks):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Evictable]] = []
         self._order = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def key(self, leaf: Evictable) -> float:
         """The sort key; it may grow while the leaf is in the tree, never shrink."""

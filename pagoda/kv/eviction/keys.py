@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagoda.kv.eviction.base import Evictable, SortKey
+
+# Computing a token costs `a + b * depth` operations: weights, and attention over what precedes it. The two are equal at
+# a / b tokens, 30,000 for Llama-3-8B and more for larger models.
+EQUAL_COST_TOKENS = 30_000
 
 
 class LRU(SortKey):
@@ -19,3 +25,65 @@ class FIFO(SortKey):
     def key(self, leaf: Evictable) -> float:
         """The tick of its insertion."""
         return leaf.created
+
+
+class Priority(SortKey):
+    """Lowest priority first, and among equals the least recently used (as TensorRT-LLM's retention priorities).
+
+    Args:
+        priority_of: a leaf's priority, 0 to 100; it must not fall while the leaf is in the tree.
+    """
+
+    def __init__(self, priority_of: Callable[[Evictable], int]) -> None:
+        super().__init__()
+        self._priority_of = priority_of
+
+    def key(self, leaf: Evictable) -> float:
+        """Priority above the bits of any tick."""
+        return self._priority_of(leaf) * 2.0**44 + leaf.last_access
+
+
+class LFU(SortKey):
+    """Least frequently used first, with dynamic ageing (Arlitt et al., 2000).
+
+    A node's worth is added to the rank of the last victim when it is used, so what was popular long ago sinks below
+    what is used now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._floor = 0.0
+
+    def worth(self, node: Evictable) -> float:
+        """How much above the last victim a node that is used now ranks."""
+        return 1.0 + node.num_hits
+
+    def key(self, leaf: Evictable) -> float:
+        """Its rank at its last use."""
+        return leaf.note
+
+    def take(self) -> Evictable | None:
+        """Take out the leaf with the smallest rank, which is the floor from now on."""
+        leaf = super().take()
+        if leaf is not None:
+            self._floor = leaf.note
+        return leaf
+
+    def on_insert(self, node: Evictable, start: int, now: int) -> None:
+        """Rank what is new."""
+        node.note = max(node.note, self._floor + self.worth(node))
+
+    def on_hit(self, node: Evictable, now: int) -> None:
+        """Rank it anew."""
+        node.note = max(node.note, self._floor + self.worth(node))
+
+
+class GDSF(LFU):
+    """Cheapest to lose first: uses times the cost of computing a token at this depth (after Cherkasova, 1998).
+
+    The size in the original divides cost per byte; here every token takes equally many bytes.
+    """
+
+    def worth(self, node: Evictable) -> float:
+        """Expected uses times relative cost per token."""
+        return (1.0 + node.num_hits) * (1.0 + node.depth / EQUAL_COST_TOKENS)
