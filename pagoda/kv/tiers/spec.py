@@ -1,7 +1,7 @@
 """A tier in one line, as the command line and configuration files give it.
 
     dram:8GiB                           host memory
-    shm:NAME:4GiB                       memory shared by the processes of this machine
+    shm:NAME:4GiB                       memory shared by the processes of this machine; NAME may be a file's path
     disk:/var/cache/pagoda:100GiB       a local disk; one process
     s3://BUCKET/PREFIX  gs://  az://  file:///FOLDER          an object store, or a folder as one; many processes
     redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
@@ -101,6 +101,10 @@ def _open(spec: TierSpec) -> Tier:
             from pagoda.kv.tiers.disk import DiskTier
 
             return DiskTier(Path(folder), capacity)
+        case TierSpec("shm", name, int(capacity)):
+            from pagoda.kv.tiers.shared import SharedTier
+
+            return SharedTier(Path(name) if "/" in name else Path(f"/dev/shm/pagoda-{name}"), capacity)
         case TierSpec("object", url, _):
             return _open_object(url)
         case TierSpec("redis", url, _):

@@ -23,6 +23,7 @@ from pagoda.kv.tiers.disk import DiskTier
 from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import GetResult, Record, RecordId, Target
+from pagoda.kv.tiers.shared import SharedTier
 
 KIB = 1 << 10
 
@@ -102,12 +103,17 @@ def encrypted_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
     return sealed(DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock), bytes(range(32)))
 
 
+def shared_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+    return SharedTier(folder / "pool", capacity, granule_bytes=4 * KIB, clock=clock)
+
+
 MAKERS = [
     Maker("memory", lambda capacity, clock, folder: MemoryTier(capacity, clock=clock)),
     Maker("faulty", lambda capacity, clock, folder: FaultyTier(MemoryTier(capacity, clock=clock), Faults())),
     Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
     Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
     Maker("object", lambda capacity, clock, folder: object_tier(capacity, clock, folder)),
+    Maker("shared", lambda capacity, clock, folder: shared_tier(capacity, clock, folder)),
     Maker("encrypted", lambda capacity, clock, folder: encrypted_tier(capacity, clock, folder)),
     Maker("redis", lambda capacity, clock, folder: redis_tier(capacity, clock, folder), bounded=False),
 ]

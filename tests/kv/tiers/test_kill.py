@@ -35,7 +35,7 @@ def run_and_kill(name: str, folder: Path, seed: int, delay_s: float) -> list[lis
     return [line.split() for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("name", ["disk"])
+@pytest.mark.parametrize("name", ["disk", "shared"])
 def test_a_killed_writer_leaves_whole_records_and_exact_accounts(name: str, tmp_path: Path) -> None:
     maker = next(m for m in MAKERS if m.name == name)
     rng = random.Random(7)

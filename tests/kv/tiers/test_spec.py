@@ -56,16 +56,19 @@ def test_sizes() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["dram", "disk", "object", "redis"])
+@pytest.mark.parametrize("kind", ["dram", "disk", "shm", "object", "redis"])
 @pytest.mark.parametrize("key", [None, bytes(32)])
 def test_a_tier_opened_from_its_line_works(kind: str, key: bytes | None, tmp_path: Path) -> None:
     if key is not None:
         pytest.importorskip("cryptography")
     if kind == "object":
         pytest.importorskip("obstore")
-    line = {"dram": "dram:1MiB", "disk": f"disk:{tmp_path}:8MiB", "object": f"file://{tmp_path}"}.get(
-        kind
-    ) or redis_url()
+    line = {
+        "dram": "dram:1MiB",
+        "shm": f"shm:{tmp_path}/pool:1MiB",
+        "disk": f"disk:{tmp_path}:8MiB",
+        "object": f"file://{tmp_path}",
+    }.get(kind) or redis_url()
     with open_tier(parse_tier(line), key=key) as tier:
         assert tier.put([record(4711)]) == [Stored(8 * KIB)]
         assert get(tier, rid(4711), 8 * KIB) == (Found(8 * KIB), record(4711).data)

@@ -1,0 +1,162 @@
+"""The shared table: which granule of a memory file belongs to which record, for many processes at once.
+
+    file     | header | table: one row a granule | granule 0 | granule 1 | ...
+    record   a HEAD row (id, size, checksum, lease, ...) and MEMBER rows that point to it; `order` puts them in sequence
+
+There is nothing else: no free list, no hash table, no counters that a dying process could leave wrong. What is free
+and who is where is computed from the rows, by column. A row's `state` is written last when a record appears and first
+when it goes, so a process killed between any two stores leaves a record that is whole, or a WRITING one of a dead
+owner, or MEMBERs of a head that is no longer theirs (another `generation`), and the latter two count as free.
+
+Owners are known by process id, so all processes must see the same ids (one container, or a shared namespace). A living
+writer that takes over WRITE_DEADLINE_S loses its rows; should it still write, the checksum of whoever has them tells.
+
+Callers hold the file's lock, which the kernel drops when its holder dies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, RecordId
+
+FREE, WRITING, HEAD, MEMBER = range(4)
+WRITE_DEADLINE_S = 30.0
+
+ROW = np.dtype(
+    [
+        ("state", "<u4"),
+        ("head", "<u4"),
+        ("order", "<u4"),
+        ("owner", "<u4"),
+        ("owner_start", "<u8"),
+        ("generation", "<u8"),
+        ("prefix", "<u8"),
+        ("id", f"V{RECORD_ID_BYTES}"),
+        ("algorithm", "<u4"),
+        ("num_bytes", "<u8"),
+        ("checksum", "<u8"),
+        ("seal", "<u8"),
+        ("lease_until", "<f8"),
+        ("last_used", "<u8"),
+        ("written_at", "<f8"),
+    ]
+)
+HEADER = np.dtype([("magic", "S8"), ("version", "<u4"), ("granule", "<u4"), ("granules", "<u8"), ("tick", "<u8")])
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told from a later one with the same number by its start time."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The calling process."""
+        return cls(os.getpid(), process_start(os.getpid()))
+
+
+def process_start(pid: int) -> int:
+    """When process `pid` started, in clock ticks since boot; 0 if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+class SharedTable:
+    """The rows, mapped from the file. Every method needs the file's lock."""
+
+    def __init__(self, header: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
+        self._header = header
+        self.rows = rows
+        self._column = {name: rows[name] for name in ROW.names or ()}
+
+    def tick(self) -> int:
+        """A number larger than all before: a generation, or a time of use."""
+        self._header["tick"] += 1
+        return int(self._header["tick"])
+
+    def heads(self) -> Rows:
+        """The rows of all records that can be read."""
+        return np.flatnonzero(self._column["state"] == HEAD)
+
+    def find(self, ids: Sequence[RecordId]) -> list[int | None]:
+        """The head row of each id, or None: one pass over the table for the whole batch."""
+        names = [id.to_bytes() for id in ids]
+        heads = self.heads()
+        wanted = np.array([_prefix(name) for name in names], dtype=np.uint64)
+        heads = heads[np.isin(self._column["prefix"][heads], wanted)]
+        known = {self._column["id"][head].tobytes(): int(head) for head in heads}
+        return [known.get(name) for name in names]
+
+    def chain(self, head: int) -> Rows:
+        """The rows of a record in sequence, its head first."""
+        column = self._column
+        mine = (column["head"] == head) & (column["generation"] == column["generation"][head])
+        rows = np.flatnonzero(mine & (column["state"] != FREE))
+        return rows[np.argsort(column["order"][rows], kind="stable")]
+
+    def free(self, now: float) -> Rows:
+        """Rows that may be taken: free ones, and what dead or overdue writers and removed heads left behind."""
+        column = self._column
+        for row in np.flatnonzero(column["state"] == WRITING):
+            alive = process_start(int(column["owner"][row])) == column["owner_start"][row]
+            if not alive or now - column["written_at"][row] > WRITE_DEADLINE_S:
+                column["state"][row] = FREE
+        head_state = column["state"][column["head"]]
+        has_head = (column["generation"] == column["generation"][column["head"]]) & (
+            (head_state == HEAD) | (head_state == WRITING)
+        )
+        return np.flatnonzero((column["state"] == FREE) | ((column["state"] == MEMBER) & ~has_head))
+
+    def evictable(self, now: float) -> Rows:
+        """Heads without a running lease, least recently used first."""
+        heads = self.heads()
+        heads = heads[self._column["lease_until"][heads] <= now]
+        return heads[np.argsort(self._column["last_used"][heads], kind="stable")]
+
+    def claim(self, rows: Rows, id: RecordId, owner: Owner, now: float) -> int:
+        """Make `rows`, which are free, one record that is being written; its generation."""
+        column, generation, head = self._column, self.tick(), rows[0]
+        column["state"][rows] = FREE
+        column["generation"][rows] = generation
+        column["head"][rows] = head
+        column["order"][rows] = np.arange(rows.size)
+        column["owner"][head], column["owner_start"][head], column["written_at"][head] = owner.pid, owner.start, now
+        name = id.to_bytes()
+        column["id"][head], column["prefix"][head] = np.void(name), _prefix(name)
+        column["state"][head] = WRITING
+        column["state"][rows[1:]] = MEMBER
+        return generation
+
+    def holds(self, head: int, generation: int, state: int) -> bool:
+        """Whether row `head` still is the record of `generation`, in `state`."""
+        return bool(self._column["generation"][head] == generation and self._column["state"][head] == state)
+
+    def publish(self, head: int) -> None:
+        """Let a written record be found."""
+        self._column["last_used"][head] = self.tick()
+        self._column["state"][head] = HEAD
+
+    def remove(self, head: int) -> None:
+        """Free a record's rows: the head first, so that no instant shows half of it."""
+        rows = self.chain(head)
+        self._column["state"][head] = FREE
+        self._column["state"][rows] = FREE
+
+
+def _prefix(name: bytes) -> int:
+    """The part of an id that is compared by column; the rest decides among the few that share it."""
+    return int.from_bytes(name[:8], "little")
