@@ -24,6 +24,8 @@ PRIOR_USES = 20.0  # a class is taken for the average one until it has many more
 PRIOR_CHANCE = 0.02
 WIDTHS = np.diff(2.0 ** (np.arange(NUM_AGES + 1) / 2))
 
+_PLACE = np.uint64(SKETCH_SIZE - 1)
+_CLASS_OF_COUNT = np.clip(np.arange(256) - 1, 0, NUM_CLASSES - 1).astype(np.uint8)
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -54,7 +56,7 @@ class ReuseMonitor:
     def use(self, tokens: npt.NDArray[np.integer], depth: int, now: int) -> None:
         """Count a use of each block."""
         hashes = self._hash(tokens, depth)
-        places = hashes % np.uint64(SKETCH_SIZE)
+        places = hashes & _PLACE
         self._counters[places] = np.minimum(self._counters[places], 254) + 1
         self._num_counted += hashes.size
         if self._num_counted > 4 * SKETCH_SIZE:
@@ -93,15 +95,16 @@ class ReuseMonitor:
         self._sampled_bits = np.uint64((1 << max(0, (SPAN * num_blocks // RING_SIZE).bit_length() - 1)) - 1)
 
     def _classify(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        counts: npt.NDArray[np.uint8] = self._counters[hashes % np.uint64(SKETCH_SIZE)]
-        return np.clip(counts, 1, NUM_CLASSES) - np.uint8(1)
+        kinds: npt.NDArray[np.uint8] = _CLASS_OF_COUNT[self._counters[hashes & _PLACE]]
+        return kinds
 
     def _hash(self, tokens: npt.NDArray[np.integer], depth: int) -> npt.NDArray[np.uint64]:
         """64 bits for each block, from its tokens and its place: enough to tell statistics apart, not for identity."""
         size = self._weights.size
         num_blocks = -(-tokens.size // size)
-        padded = np.zeros(num_blocks * size, dtype=np.uint64)
-        padded[: tokens.size] = tokens.astype(np.uint64)
+        padded = tokens.astype(np.uint64)
+        if tokens.size < num_blocks * size:
+            padded = np.concatenate([padded, np.zeros(num_blocks * size - tokens.size, dtype=np.uint64)])
         places = np.arange(depth // size, depth // size + num_blocks, dtype=np.uint64)
         return _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER)
 
