@@ -12,6 +12,7 @@ pace. --skip leaves out the first seconds of the trace, --until what comes after
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +74,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decode", type=float, default=0.0, metavar="SECONDS", help="per token generated")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="write hit rates over capacities as PNG; needs matplotlib")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
+    return args
 
 
 def reader(name: str, interval: float) -> Callable[[Path], Iterable[TraceRequest]]:
