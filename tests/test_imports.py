@@ -136,7 +136,7 @@ def within_kv(module: str, target: str) -> list[str]:
     assert other is not None
     part = own.split(".")[0]
     if part == other.split(".")[0]:
-        siblings = part == "tiers" and own != "tiers" and not is_shared_by_tiers(other)
+        siblings = part == "tiers" and own not in ("tiers", "tiers.spec") and not is_shared_by_tiers(other)
         return [f"{module} imports its sibling {target}"] if siblings and own != other else []
     return [] if covered(other, "", WITHIN_KV[part]) else [f"{module} imports {target}"]
 

@@ -36,6 +36,30 @@ TokenBudget = Annotated[
     int, typer.Option(min=1, help="Most tokens of one step, prefill and decode.", rich_help_panel=_MEMORY)
 ]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.", rich_help_panel=_MEMORY)]
+Tiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier",
+        metavar="SPEC",
+        help="Where KV goes when the pool is full: dram:8GiB, disk:/path:100GiB, ... Repeatable, fastest first.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Secret = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGODA_SECRET",
+        show_envvar=True,
+        help="Shared by servers that share tiers; names of stored blocks tell nothing without it.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Eviction = Annotated[
+    str,
+    typer.Option(
+        metavar="POLICY", help="What goes first when the pool is full: reuse, lru, ...", rich_help_panel=_MEMORY
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]
 
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]

@@ -55,6 +55,9 @@ def serve(
     token_budget: options.TokenBudget = 512,
     block_size: options.BlockSize = 16,
     dtype: options.Dtype = "auto",
+    tier: options.Tiers = None,
+    secret: options.Secret = None,
+    eviction: options.Eviction = "reuse",
     queue_policy: Annotated[
         QueuePolicy,
         typer.Option(
@@ -100,6 +103,9 @@ def serve(
             dtype=dtype,
             queue_policy=str(queue_policy),
             lease_share=lease_share,
+            eviction=eviction,
+            tiers=tier or (),
+            secret=secret,
         )
 
         from pagoda.server.app import create_app

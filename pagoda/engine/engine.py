@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,14 @@ from pagoda.engine.params import SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
-from pagoda.kv.keys import Scope
+from pagoda.kv.eviction import EvictionPolicy, make_policy
+from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.keys import KeyChain, Scope
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
-from pagoda.model.loader import load_model
+from pagoda.kv.tiered import TieredCache
+from pagoda.kv.tiers.spec import open_tier, parse_tier
+from pagoda.model.loader import LoadedModel, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +79,9 @@ class Engine:
         token_budget: most tokens computed in one step.
         queue_policy: `fcfs`, `priority` or `lpm` (longest prefix match).
         lease_share: most of the pool that leases on prefixes may hold.
+        eviction: what goes first when the pool is full; a name that `pagoda.kv.eviction.make_policy` knows.
+        tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
+        secret: processes that share tiers share it; names of stored blocks tell nothing without it.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -92,6 +101,9 @@ class Engine:
         token_budget: int = 512,
         queue_policy: str = "fcfs",
         lease_share: float = 0.5,
+        eviction: str = "reuse",
+        tiers: Sequence[str] = (),
+        secret: str | None = None,
         progress: bool = True,
     ) -> None:
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share)
@@ -112,7 +124,7 @@ class Engine:
                 f"takes {format_size(layout.block_stride)}"
             )
         pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
-        cache = KVCache(layout, pool)
+        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, secret)
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(
@@ -131,6 +143,10 @@ class Engine:
         )
         self._bytes_total = pool.num_bytes
         self._names = itertools.count()
+
+    def close(self) -> None:
+        """Write what waits to be written to lower tiers, and let go of them."""
+        self.core.cache.close()
 
     def _longest(self, cache: KVCache, max_context: int) -> int:
         """The longest sequence, at most `max_context`, that fits the pool."""
@@ -198,6 +214,31 @@ class Engine:
         return [
             Generation(tuple(prompt), completions[name], usage[name]) for name, prompt in zip(ids, tokens, strict=True)
         ]
+
+
+def _cache(
+    layout: KVLayout,
+    pool: BlockPool,
+    loaded: LoadedModel,
+    policy: EvictionPolicy,
+    tiers: Sequence[str],
+    secret: str | None,
+) -> KVCache:
+    """The cache, with tiers below the pool if there are any."""
+    if not tiers:
+        return KVCache(layout, pool, policy)
+    identity = {
+        "weights": loaded.weights_identity,
+        "rope": repr(loaded.spec.rope),
+        "compute": str(loaded.decoder.dtype),
+    }
+    # Memory of this process is written when the pool evicts; what outlives the process, at once.
+    specs = [parse_tier(tier) for tier in tiers]
+    policies = [WritePolicy.BACK if spec.kind == "dram" else WritePolicy.THROUGH for spec in specs]
+    opened = [(open_tier(spec), policy) for spec, policy in zip(specs, policies, strict=True)]
+    hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups))
+    keys = KeyChain(layout.fingerprint(identity), hashlib.sha256((secret or "").encode()).digest())
+    return TieredCache(layout, pool, hierarchy, keys, policy)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
