@@ -56,7 +56,8 @@ class Record:
 class Target:
     """Where `get_into` puts a payload: the front of `buffer`, writable and owned by the caller.
 
-    The bytes of `buffer` are undefined unless the outcome is Found.
+    The bytes of `buffer` are undefined unless the outcome is Found. Nobody else may touch them meanwhile, so buffers of
+    one batch must not overlap: what is verified is what was read into them.
     """
 
     id: RecordId

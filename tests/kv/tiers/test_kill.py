@@ -32,6 +32,7 @@ def run_and_kill(name: str, folder: Path, seed: int, delay_s: float) -> list[lis
         time.sleep(delay_s)
         writer.send_signal(signal.SIGKILL)
         lines = writer.stdout.read().split("\n")
+        assert writer.stderr.read() == ""
     return [line.split() for line in lines[:-1]]
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pagoda.kv.tiers.records import Record, Stored, Target
+from pagoda.kv.tiers.records import Corrupt, Record, Stored, Target
 from tests.kv.tiers.kit import KIB, MAKERS, Clock, payload, rid
 
 CAPACITY = 1024 * KIB
@@ -30,7 +30,7 @@ def main() -> None:
     maker = next(m for m in MAKERS if m.name == sys.argv[1])
     rng = random.Random(int(sys.argv[3]))
     clock = Clock(time.time())
-    buffer = bytearray(64 * KIB)
+    buffers = [bytearray(64 * KIB) for _ in range(3)]
     with maker.open(CAPACITY, clock, Path(sys.argv[2])) as tier:
         print("ready", flush=True)
         version = 0
@@ -47,7 +47,9 @@ def main() -> None:
                 print("deleting", victim, flush=True)
                 tier.delete([rid(victim)])
                 print("del", victim)
-            tier.get_into([Target(rid(rng.randrange(NUM_IDS)), buffer) for _ in range(3)])
+            read = tier.get_into([Target(rid(rng.randrange(NUM_IDS)), buffer) for buffer in buffers])
+            if any(isinstance(result, Corrupt) for result in read):
+                raise RuntimeError("a record that nobody damaged is corrupt")
             if version % 40 == 0:
                 print("clock", clock.now + 400, flush=True)
                 clock.now += 400
