@@ -177,7 +177,9 @@ class Retention:
 
     def _check_bounds(self, num_new: int, owner: str) -> None:
         if not self.limit_blocks:
-            raise LeaseRefused("the pool has no room for leases beside one request of the full context")
+            raise LeaseRefused(
+                "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
+            )
         if len(self._leases) >= MAX_LEASES:
             raise LeaseRefused(f"there are {MAX_LEASES} leases already")
         for whose, used, limit in (

@@ -7,6 +7,7 @@
                  │        │
                  │   openai/respond.py ── stream.py ── backend.py (what the server asks of an engine)
                  │        └ one JSON body, or SSE events; a client that leaves aborts its requests at once
+                 ├── anthropic/ (/v1/messages: cache_control breakpoints become leases)
                  └── metrics.py ── /metrics, fed by the engine as its observer
 
 Whatever is refused leaves as `{"error": {"message", "type", "param", "code"}}` (errors.py).

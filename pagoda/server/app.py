@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
+from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys
 from pagoda.server.backend import Backend
 from pagoda.server.errors import HttpError, install_handlers
@@ -77,7 +78,8 @@ def create_app(
     async def admit(request: Request) -> None:
         if lifecycle.is_stopping:
             raise HttpError(503, "shutting_down", "The server is shutting down.")
-        authorization = request.headers.get("authorization")
+        key = request.headers.get("x-api-key")  # how Anthropic's clients send it
+        authorization = f"Bearer {key}" if key else request.headers.get("authorization")
         request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
 
     # No OpenAPI page: bodies are read by hand, so it would list no fields. docs/api.md does.
@@ -85,7 +87,8 @@ def create_app(
     app.state.lifecycle = lifecycle
     install_handlers(app)
     served = Served(engine, tuple(served_model_names) or (engine.model_name,))
-    app.include_router(openai_router(served, max_body_bytes), prefix="/v1", dependencies=[Depends(admit)])
+    for router in (openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes)):
+        app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
     app.include_router(_operations_router(engine, metrics))
     return app
 

@@ -92,13 +92,14 @@ class EventEncoder(Protocol):
 
 
 class EventStream(Response):
-    """Server-sent events, one per chunk, ended by `[DONE]`; after an error, by an error event.
+    """Server-sent events, one per chunk, ended by `last`; after an error, by an error event. OpenAI's forms of these.
 
     Starlette's StreamingResponse is not used: on some ASGI versions it sees a disconnect only at the next send, which
     for a request waiting in a queue is minutes away.
     """
 
     media_type = "text/event-stream"
+    last = b"data: [DONE]\n\n"
 
     def __init__(
         self, first: tuple[int, RequestOutput], rest: Merged, encoder: EventEncoder, headers: dict[str, str]
@@ -108,6 +109,14 @@ class EventStream(Response):
         self._first = first
         self._rest = rest
         self._encoder = encoder
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as an event."""
+        return event(chunk)
+
+    def encode_error(self, error: Exception) -> bytes:
+        """The event that ends a stream that failed."""
+        return event(describe(error)[1])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until its end or until the client leaves."""
@@ -119,7 +128,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
         async def send_events(chunks: Iterable[dict[str, Any]]) -> None:
-            if data := b"".join(event(chunk) for chunk in chunks):
+            if data := b"".join(self.encode(chunk) for chunk in chunks):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
@@ -127,10 +136,10 @@ class EventStream(Response):
             async for prompt_index, output in self._rest:
                 await send_events(self._encoder.chunks(prompt_index, output))
             await send_events(self._encoder.closing())
-            last = b"data: [DONE]\n\n"
+            last = self.last
         except Exception as error:
-            # The status has been sent; OpenAI's clients raise on an event that holds an error.
-            last = event(describe(error)[1])
+            # The status has been sent; clients raise on an event that holds an error.
+            last = self.encode_error(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -17,6 +17,7 @@ from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
     FinishReason,
+    LeaseOutcome,
     RequestOutput,
     RequestStats,
     StepStats,
@@ -59,7 +60,7 @@ class FakeTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        if messages[-1]["content"] == "unrenderable":
+        if messages and messages[-1]["content"] == "unrenderable":
             raise InvalidRequest("the chat template refuses this", param="messages")
         text = f"tools: {tools}" if tools else ""
         text += "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
@@ -102,6 +103,7 @@ class FakeBackend:
         self.held_back = asyncio.Event()  # cleared, requests wait in the queue
         self.held_back.set()
         self.failure: Exception | None = None  # raised in the middle of streams
+        self.refusal: str | None = None  # why no lease is granted
         self._prompts: dict[Scope, list[list[int]]] = {}
         self._observers: list[EngineObserver] = []
         self._draining = False
@@ -158,6 +160,10 @@ class FakeBackend:
             }
         )
         start = time.monotonic()
+        outcomes = tuple(
+            LeaseOutcome(spec, 0 if self.refusal else spec.num_tokens // BLOCK_SIZE * BLOCK_SIZE, self.refusal)
+            for spec in leases
+        )
         usage, reason = Usage(len(prompt), 0, 0), FinishReason.ABORT
         try:
             await self.held_back.wait()
@@ -175,7 +181,7 @@ class FakeBackend:
                 finished = all(s.reason is not None for s in samples)
                 if finished:
                     reason = samples[-1].reason or FinishReason.STOP
-                yield RequestOutput(request_id, deltas, usage, finished)
+                yield RequestOutput(request_id, deltas, usage, finished, outcomes)
         finally:
             if reason is FinishReason.ABORT:
                 self.aborted.append(request_id)

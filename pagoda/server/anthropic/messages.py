@@ -1,0 +1,201 @@
+"""/v1/messages: a conversation to one message, whole or as Anthropic's stream of events.
+
+message_start ── content_block_start ── content_block_delta ... ── content_block_stop ── message_delta ── message_stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput
+from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.errors import RequestAborted
+from pagoda.server.anthropic.breakpoints import find_breakpoints, input_usage, place_leases
+from pagoda.server.anthropic.conversation import Conversation, parse_conversation
+from pagoda.server.anthropic.errors import describe_error
+from pagoda.server.anthropic.schema import MessagesRequest, PromptFields, validate
+from pagoda.server.backend import Scope, Tokenizer
+from pagoda.server.body import parse_object
+from pagoda.server.leases import lease_report
+from pagoda.server.openai.respond import Served, new_id
+from pagoda.server.stream import EventStream, event, merge, until_disconnect
+
+
+@dataclass(frozen=True)
+class MessageJob:
+    """What to run. `num_breakpoints` counts those that asked for nothing, too."""
+
+    id: str
+    model: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    scope: Scope
+    priority: int
+    stream: bool
+    leases: tuple[LeaseSpec, ...]
+    num_breakpoints: int
+
+
+def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
+    """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
+
+    Raises:
+        RequestError: whatever is wrong with it.
+    """
+    request = validate(MessagesRequest, parse_object(body))
+    model = served.resolve(request.model)
+    params = request.sampling_params()
+    tokenizer = served.engine.tokenizer
+    conversation = _conversation(request)
+    points = find_breakpoints(conversation, request.cache_control)
+    prompt = _encode(conversation, tokenizer)
+    return MessageJob(
+        id=new_id("msg"),
+        model=model,
+        prompt=prompt,
+        params=params,
+        scope=Scope(namespace, request.cache_salt or ""),
+        priority=request.priority,
+        stream=bool(request.stream),
+        leases=place_leases(points, prompt, tokenizer),
+        num_breakpoints=len(points),
+    )
+
+
+def count_tokens(served: Served, body: bytes) -> int:
+    """Tokens of the prompt that a request would have. As slow as `prepare_message`.
+
+    Raises:
+        RequestError: whatever is wrong with it.
+    """
+    request = validate(PromptFields, parse_object(body))
+    served.resolve(request.model)
+    conversation = _conversation(request)
+    find_breakpoints(conversation, request.cache_control)
+    return len(_encode(conversation, served.engine.tokenizer))
+
+
+def _conversation(request: PromptFields) -> Conversation:
+    shown = request.tools if (request.tool_choice or {}).get("type") != "none" else None
+    return parse_conversation(shown or (), request.system, request.messages)
+
+
+def _encode(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
+    # The template writes the special tokens itself.
+    return tokenizer.encode(conversation.render(tokenizer, add_generation_prompt=True), add_special_tokens=False)
+
+
+async def respond_message(request: Request, served: Served, job: MessageJob) -> Response:
+    """Run a job. A refusal, or the client leaving, raises before any status is sent.
+
+    Raises:
+        RequestError: the engine refuses the job, or it was aborted.
+    """
+    outputs = merge(
+        [
+            served.engine.stream(
+                job.prompt,
+                job.params,
+                request_id=job.id,
+                scope=job.scope,
+                priority=job.priority,
+                leases=job.leases,
+            )
+        ]
+    )
+    headers = {"request-id": job.id, "x-request-id": job.id}
+    if job.stream:
+
+        async def first() -> tuple[int, RequestOutput]:
+            return await anext(outputs)
+
+        return _MessageEvents(await until_disconnect(request.receive, first()), outputs, _Events(job), headers)
+
+    async def collect() -> dict[str, Any]:
+        completion, output = Completion(0), None
+        async for _, output in outputs:
+            for delta in output.deltas:
+                completion.add(delta)
+        if output is None or completion.finish_reason is FinishReason.ABORT:
+            raise RequestAborted("The request was aborted: the server is shutting down.")
+        content = [{"type": "text", "text": completion.text}]
+        return {**_message(job, output, content), **_ending(completion)}
+
+    return JSONResponse(await until_disconnect(request.receive, collect()), headers=headers)
+
+
+def _message(job: MessageJob, output: RequestOutput, content: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message so far."""
+    message = {
+        "id": job.id,
+        "type": "message",
+        "role": "assistant",
+        "model": job.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(output),
+    }
+    if job.num_breakpoints:
+        message["pagoda"] = {"leases": _report(job, output.leases)}
+    return message
+
+
+def _report(job: MessageJob, outcomes: Sequence[LeaseOutcome]) -> list[dict[str, Any]]:
+    unplaced = job.num_breakpoints - len(job.leases)
+    why = "the chat template puts other text before this block: no prefix of the prompt ends with it"
+    return [{"requested_tokens": 0, "leased_tokens": 0, "refused": why}] * unplaced + lease_report(outcomes)
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    return {**input_usage(output.usage, output.leases), "output_tokens": output.usage.num_output_tokens}
+
+
+def _ending(end: Completion | Delta) -> dict[str, Any]:
+    if isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    reason = "max_tokens" if end.finish_reason is FinishReason.LENGTH else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+class _Events:
+    """An EventEncoder."""
+
+    def __init__(self, job: MessageJob) -> None:
+        self._job = job
+        self._opened = False
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        if not self._opened:
+            self._opened = True
+            yield {"type": "message_start", "message": _message(self._job, output, [])}
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        for delta in output.deltas:
+            if delta.finish_reason is FinishReason.ABORT:
+                raise RequestAborted("The request was aborted: the server is shutting down.")
+            if delta.text:
+                text = {"type": "text_delta", "text": delta.text}
+                yield {"type": "content_block_delta", "index": 0, "delta": text}
+            if delta.finish_reason is not None:
+                yield {"type": "content_block_stop", "index": 0}
+                yield {"type": "message_delta", "delta": _ending(delta), "usage": _usage(output)}
+
+    def closing(self) -> Iterable[dict[str, Any]]:
+        yield {"type": "message_stop"}
+
+
+class _MessageEvents(EventStream):
+    """Named events without an end marker: `message_stop` is one."""
+
+    last = b""
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + event(chunk)
+
+    def encode_error(self, error: Exception) -> bytes:
+        return self.encode(describe_error(error)[1])

@@ -1,0 +1,83 @@
+"""The fields of /v1/messages, their types and bounds. Unknown ones are ignored; `_UNSUPPORTED` has those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pagoda.engine.params import SamplingParams
+from pagoda.errors import InvalidRequest
+from pagoda.server.openai.schema import MAX_SALT_CHARS, Int32, StopString
+
+# A known field that would change the answer if it were ignored -> the `type`s of it that ask for nothing special.
+_UNSUPPORTED: dict[str, tuple[str, ...]] = {
+    "thinking": ("disabled",),
+    "tool_choice": ("auto", "none"),
+    "mcp_servers": (),
+    "container": (),
+    "output_config": (),
+    "output_format": (),
+    "context_management": (),
+}
+P = TypeVar("P", bound="PromptFields")
+
+
+class PromptFields(BaseModel):
+    """What becomes the prompt: all of /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    messages: list[Any]
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesRequest(PromptFields):
+    """/v1/messages. SamplingParams checks the ranges it shares with the other endpoints."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    stream: bool | None = None
+    stop_sequences: list[StopString] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    # Beyond Anthropic's.
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    priority: Int32 = 0
+
+    def sampling_params(self) -> SamplingParams:
+        """The engine's form of these fields.
+
+        Raises:
+            InvalidRequest: one is out of range.
+        """
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+
+def validate(kind: type[P], fields: Mapping[str, Any]) -> P:
+    """The typed request in a JSON object.
+
+    Raises:
+        InvalidRequest: a field is missing, wrong, or asks for what this server cannot do.
+    """
+    for name, harmless in _UNSUPPORTED.items():
+        value = fields.get(name)
+        if value and not (isinstance(value, dict) and value.get("type") in harmless):
+            raise InvalidRequest(f"{name}: not supported by this server", param=name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = str(fault["loc"][0])
+        raise InvalidRequest(f"{param}: {fault['msg']}", param=param) from None

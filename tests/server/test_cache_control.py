@@ -1,0 +1,105 @@
+"""Leases asked for over HTTP, with the real engine: kept under a flood, refused beyond the budget, and private."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from pagoda.engine.aio import AsyncEngine
+from pagoda.engine.engine import Engine
+from pagoda.server.auth import ApiKeys
+from tests.model import models, tokenizers_made_here
+
+from .conftest import Live, run_server
+
+SYSTEM = "You count the boats of the harbour at every tide, and you write down the hour of each of them. " * 3
+KEYS = {"sk-a": "acme", "sk-b": "bolt"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = tokenizers_made_here.byte_level()
+    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=512)
+    folder = models.save(model, tmp_path_factory.mktemp("tiny"))
+    return tokenizers_made_here.save(tokenizer, folder)
+
+
+@asynccontextmanager
+async def serve(folder: Path, **settings: Any) -> AsyncIterator[Live]:
+    engine = Engine(
+        str(folder),
+        **{"dtype": "float32", "kv_memory": "600KiB", "max_num_seqs": 8, "token_budget": 64, "progress": False}
+        | settings,
+    )
+    options = {"api_keys": ApiKeys(KEYS), "served_model_names": ["tiny"], "drain_s": 1}
+    async with run_server(AsyncEngine(engine), **options) as live:
+        yield live
+
+
+async def ask(live: Live, question: str, key: str = "sk-a", control: dict[str, Any] | None = None) -> Any:
+    block = {"type": "text", "text": SYSTEM} | ({"cache_control": control} if control else {})
+    async with anthropic.AsyncAnthropic(base_url=live.url, api_key=key, max_retries=0) as client:
+        return await client.messages.create(
+            model="tiny", max_tokens=2, system=[block], messages=[{"role": "user", "content": question}]
+        )
+
+
+async def flood(live: Live, key: str = "sk-b") -> None:
+    for index in range(30):
+        body = {"prompt": [5 + (index + i * i) % 200 for i in range(200)], "max_tokens": 1}
+        answer = await live.http.post("/v1/completions", json=body, headers={"x-api-key": key})
+        assert answer.status_code == 200
+
+
+async def test_a_lease_holds_where_an_unleased_prefix_is_evicted(folder: Path) -> None:
+    async with serve(folder) as live:
+        await ask(live, "first?")
+        await flood(live)
+        assert (await ask(live, "second?")).usage.cache_read_input_tokens == 0
+        created = (await ask(live, "third?", control={"type": "ephemeral", "ttl": "1h"})).usage
+        assert created.cache_read_input_tokens > 0
+        leased = live.backend.stats().num_leased_blocks * 16
+        assert leased > 64
+        await flood(live)
+        usage = (await ask(live, "fourth?")).usage
+        assert usage.cache_read_input_tokens >= leased
+        assert usage.cache_creation_input_tokens == 0
+
+
+async def test_created_tokens_are_read_by_the_next_request(folder: Path) -> None:
+    async with serve(folder) as live:
+        first = (await ask(live, "first?", control={"type": "ephemeral"})).usage
+        created = first.cache_creation.ephemeral_5m_input_tokens
+        assert created == first.cache_creation_input_tokens == live.backend.stats().num_leased_blocks * 16
+        await flood(live)
+        second = (await ask(live, "first?", control={"type": "ephemeral"})).usage
+        assert second.cache_read_input_tokens >= created
+        assert second.cache_creation_input_tokens == 0
+        assert (
+            second.input_tokens + second.cache_read_input_tokens
+            == first.input_tokens + first.cache_creation_input_tokens
+        )
+
+
+async def test_over_budget_is_answered_without_a_lease_and_says_so(folder: Path) -> None:
+    async with serve(folder, lease_share=0.05) as live:
+        message = await ask(live, "first?", control={"type": "ephemeral"})
+        [lease] = message.model_extra["pagoda"]["leases"]
+        assert lease["leased_tokens"] == 0
+        assert "blocks are needed" in lease["refused"]
+        assert message.usage.cache_creation_input_tokens == 0
+        assert message.usage.input_tokens > 64
+        assert live.backend.stats().num_leases_refused == 1
+
+
+async def test_another_tenant_reads_nothing_of_it(folder: Path) -> None:
+    async with serve(folder) as live:
+        await ask(live, "first?", control={"type": "ephemeral"})
+        other = (await ask(live, "first?", key="sk-b", control={"type": "ephemeral"})).usage
+        assert other.cache_read_input_tokens == 0
+        assert other.cache_creation_input_tokens > 0
