@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pagoda.kv.cache import KVCache
+from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 
@@ -63,7 +64,8 @@ def make(
     num_blocks: int,
     block_size: int,
     windows: tuple[int | None, ...] = (None,),
+    policy: EvictionPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[KVCache, TokenPool]:
     pool = TokenPool(num_blocks, block_size)
-    return KVCache(layout(block_size, windows), pool, clock=clock), pool
+    return KVCache(layout(block_size, windows), pool, policy, clock=clock), pool

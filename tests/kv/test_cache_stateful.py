@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from pagoda.errors import LeaseRefused, OutOfBlocks
 from pagoda.kv.cache import KVCache, as_tokens
+from pagoda.kv.eviction import make_policy
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.retention import Retained
@@ -45,6 +46,7 @@ class Running:
 
 class CacheMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
+    policy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,9 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, block_size: int, num_blocks: int) -> None:
         self.cache: KVCache
         self.pool: TokenPool
-        self.cache, self.pool = make(num_blocks, block_size, self.windows, clock=lambda: self.now)
+        self.cache, self.pool = make(
+            num_blocks, block_size, self.windows, make_policy(self.policy), clock=lambda: self.now
+        )
         self.cache.retention.limit_blocks = num_blocks // 2
 
     def pick(self, index: int) -> Running:
@@ -186,14 +190,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free_blocks == self.cache.num_blocks
 
 
+class ReuseMachine(CacheMachine):
+    policy = "reuse"
+
+
 class HybridMachine(CacheMachine):
     windows = (None, 5, 5)
+    policy = "reuse"
 
 
 class WindowMachine(CacheMachine):
     windows = (6,)
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, HybridMachine, WindowMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, ReuseMachine, HybridMachine, WindowMachine])
 def test_random_use(machine: type[CacheMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
