@@ -135,7 +135,7 @@ def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:
 
 
 def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKeys | None) -> None:
-    from pagoda.engine.memory import format_size
+    from pagoda.kv.sizes import format_size
 
     cache = engine.cache_info()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

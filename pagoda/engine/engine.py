@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.memory import format_size, parse_size, safe_kv_memory
+from pagoda.engine.memory import safe_kv_memory
 from pagoda.engine.outputs import Completion, Usage
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
@@ -26,6 +26,7 @@ from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
+from pagoda.kv.sizes import format_size, parse_size
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.spec import open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model

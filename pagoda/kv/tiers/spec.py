@@ -6,20 +6,18 @@
     s3://BUCKET/PREFIX  gs://  az://  file:///FOLDER          an object store, or a folder as one; many processes
     redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
 
-Sizes take B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (of 1024).
+Sizes take B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB and K, M, G, T (of 1024).
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.kv.sizes import parse_size
 from pagoda.kv.tiers.base import Tier
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _REQUEST_TIMEOUT = "10s"
@@ -41,15 +39,6 @@ class TierSpec:
     capacity_bytes: int | None
 
 
-def parse_bytes(text: str) -> int:
-    """The number of bytes in a size such as "8GiB" or "1.5 TB". Raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write one such as 8GiB or 500MB")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
-
-
 def parse_tier(text: str) -> TierSpec:
     """Read a one-line description of a tier. Raises ConfigError that says what is wrong."""
     scheme, separator, rest = text.partition("://")
@@ -62,9 +51,9 @@ def parse_tier(text: str) -> TierSpec:
     kind, *parts = text.split(":")
     match kind, parts:
         case "dram", [size]:
-            return TierSpec("dram", "", parse_bytes(size))
+            return TierSpec("dram", "", parse_size(size))
         case "shm" | "disk", [_, *_, size] if ":".join(parts[:-1]):
-            return TierSpec(kind, ":".join(parts[:-1]), parse_bytes(size))
+            return TierSpec(kind, ":".join(parts[:-1]), parse_size(size))
         case "dram", _:
             raise ConfigError(f"the tier {text!r} is not of the form dram:SIZE")
         case "shm", _:
