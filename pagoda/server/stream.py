@@ -143,6 +143,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
+class NamedEventStream(EventStream):
+    """Events with names, from chunks with a `type`; the last of them is the end."""
+
+    last = b""
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as an event of its type."""
+        return f"event: {chunk['type']}\n".encode() + event(chunk)
+
+
 def event(chunk: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()

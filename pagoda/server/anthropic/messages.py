@@ -23,7 +23,7 @@ from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.leases import lease_report
 from pagoda.server.openai.respond import Served, new_id
-from pagoda.server.stream import EventStream, event, merge, until_disconnect
+from pagoda.server.stream import NamedEventStream, merge, until_disconnect
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,8 @@ class _Events:
         yield {"type": "message_stop"}
 
 
-class _MessageEvents(EventStream):
-    """Named events without an end marker: `message_stop` is one."""
-
-    last = b""
-
-    def encode(self, chunk: dict[str, Any]) -> bytes:
-        return f"event: {chunk['type']}\n".encode() + event(chunk)
+class _MessageEvents(NamedEventStream):
+    """Errors in Anthropic's shape."""
 
     def encode_error(self, error: Exception) -> bytes:
         return self.encode(describe_error(error)[1])

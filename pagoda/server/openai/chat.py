@@ -44,6 +44,7 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
+        leases=[request.leases(len(prompt))],
     )
     return job, ChatWording(tokenizer)
 

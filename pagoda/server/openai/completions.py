@@ -49,6 +49,7 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
+        leases=[request.leases(len(ids)) for _, ids in prompts],
     )
     return job, CompletionWording(tokenizer, [text for text in echoes for _ in range(params.n)])
 

@@ -12,10 +12,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda import __version__
-from pagoda.engine.outputs import Completion, Delta, FinishReason, RequestOutput, TokenLogprob, Usage
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput, TokenLogprob, Usage
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
+from pagoda.server.leases import lease_report
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
@@ -45,7 +46,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`."""
+    """What to run; `leases` are each prompt's. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`."""
 
     id: str
     model: str
@@ -55,6 +56,7 @@ class Job:
     priority: int
     stream: bool
     include_usage: bool
+    leases: Sequence[Sequence[LeaseSpec]]
 
 
 class Wording(Protocol):
@@ -85,7 +87,14 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
         RequestError: the engine refuses the job, or it was aborted.
     """
     streams = [
-        served.engine.stream(prompt, job.params, request_id=f"{job.id}-{index}", scope=job.scope, priority=job.priority)
+        served.engine.stream(
+            prompt,
+            job.params,
+            request_id=f"{job.id}-{index}",
+            scope=job.scope,
+            priority=job.priority,
+            leases=job.leases[index],
+        )
         for index, prompt in enumerate(job.prompts)
     ]
     outputs = merge(streams)
@@ -119,6 +128,8 @@ class _Frame:
         self._job = job
         self._wording = wording
         self._usages: dict[int, Usage] = {}
+        self._leases: dict[int, tuple[LeaseOutcome, ...]] = {}
+        self._num_finished = 0
         self._opened: set[int] = set()
         self._common = {
             "id": job.id,
@@ -132,10 +143,18 @@ class _Frame:
 
     def count(self, prompt_index: int, output: RequestOutput) -> None:
         self._usages[prompt_index] = output.usage
+        self._leases[prompt_index] = output.leases
+        self._num_finished += output.finished
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._wording.whole(choice, completion) for choice, completion in enumerate(completions)]
-        return {**self._common, "object": self._wording.answer_object, "choices": choices, "usage": self._usage()}
+        whole = {**self._common, "object": self._wording.answer_object, "choices": choices, "usage": self._usage()}
+        return {**whole, **self._pagoda()}
+
+    def _pagoda(self) -> dict[str, Any]:
+        """The field that tells what became of leases, if any were asked for."""
+        leases = [outcome for index in sorted(self._leases) for outcome in self._leases[index]]
+        return {"pagoda": {"leases": lease_report(leases)}} if leases else {}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
         self.count(prompt_index, output)
@@ -146,11 +165,13 @@ class _Frame:
                 for opening in self._wording.opening(choice):
                     yield self._chunk([opening])
             if delta.text or delta.logprobs or delta.finish_reason:
-                yield self._chunk([self._wording.chunk(choice, delta)])
+                chunk = self._chunk([self._wording.chunk(choice, delta)])
+                is_last = self._num_finished == len(self._job.prompts) and delta is output.deltas[-1]
+                yield {**chunk, **self._pagoda()} if is_last and not self._job.include_usage else chunk
 
     def closing(self) -> Iterable[dict[str, Any]]:
         if self._job.include_usage:
-            yield {**self._chunk([]), "usage": self._usage()}
+            yield {**self._chunk([]), "usage": self._usage(), **self._pagoda()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._common, "object": self._wording.chunk_object, "choices": choices}

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
 
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 1024
+RETENTION_S = 24 * 3600.0
 
 # Field -> the values (besides null and what is empty) that ask for nothing special.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -65,7 +66,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
+    """What all endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
 
     model_config = ConfigDict(strict=True)
 
@@ -90,6 +91,13 @@ class GenerationRequest(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
+    # The key is OpenAI's hint for routing; with one replica there is nothing to route, and the cache needs no hint.
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def leases(self, num_prompt_tokens: int) -> tuple[LeaseSpec, ...]:
+        """What `prompt_cache_retention` asks for a prompt: only `24h` is more than every prompt gets."""
+        return (LeaseSpec(num_prompt_tokens, RETENTION_S),) if self.prompt_cache_retention == "24h" else ()
 
     @property
     def include_usage(self) -> bool:

@@ -1,0 +1,291 @@
+"""/v1/responses: input items to a prompt, the answer to an output item; conversations go on by `previous_response_id`.
+
+Streams are the events that OpenAI's client knows: created, in_progress, output_item.added, content_part.added,
+output_text.delta ..., output_text.done, content_part.done, output_item.done, completed or incomplete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from pagoda.engine.outputs import Completion, FinishReason, RequestOutput
+from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.errors import InvalidRequest, RequestAborted
+from pagoda.server.backend import Scope
+from pagoda.server.body import parse_object
+from pagoda.server.errors import HttpError, describe
+from pagoda.server.leases import lease_report
+from pagoda.server.openai.chat import normalize_messages
+from pagoda.server.openai.respond import Served, new_id
+from pagoda.server.openai.response_store import Message, ResponseStore
+from pagoda.server.openai.schema import GenerationRequest, Int32, validate
+from pagoda.server.stream import NamedEventStream, merge, until_disconnect
+
+_UNSUPPORTED = ("background", "conversation", "include", "max_tool_calls", "prompt", "top_logprobs")
+_PART_TYPES = ("input_text", "output_text", "text")
+
+
+class ResponsesRequest(GenerationRequest):
+    """The body of /v1/responses."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Int32, Field(ge=1)] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class ResponseJob:
+    """What to run. `messages` are the conversation without instructions; the last `num_new` came with this request."""
+
+    id: str
+    model: str
+    request: ResponsesRequest
+    messages: tuple[Message, ...]
+    num_new: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    scope: Scope
+    leases: tuple[LeaseSpec, ...]
+
+
+def prepare_response(served: Served, store: ResponseStore, body: bytes, namespace: str) -> ResponseJob:
+    """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
+
+    Raises:
+        RequestError: whatever is wrong with it.
+    """
+    fields = parse_object(body)
+    for name in _UNSUPPORTED:
+        if fields.get(name):
+            raise HttpError(400, "unsupported_parameter", f"{name} is not supported by this server.", param=name)
+    request = validate(ResponsesRequest, fields)
+    if (request.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
+        raise HttpError(400, "unsupported_parameter", "text.format may only be text.", param="text")
+    model = served.resolve(request.model)
+    tokenizer = served.engine.tokenizer
+    params = request.sampling_params(tokenizer.vocab_size, max_tokens=request.max_output_tokens, logprobs=None)
+    if params.n != 1:
+        raise InvalidRequest("n must be 1", param="n")
+    new = _messages(request.input)
+    messages = (*_earlier(store, namespace, request.previous_response_id), *new)
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    tools = [_tool(tool) for tool in request.tools or ()] if fields.get("tool_choice") != "none" else []
+    text = tokenizer.render_chat([*system, *messages], tools or None)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    return ResponseJob(
+        id=new_id("resp"),
+        model=model,
+        request=request,
+        messages=messages,
+        num_new=len(new),
+        prompt=prompt,
+        params=params,
+        scope=Scope(namespace, request.cache_salt or ""),
+        leases=request.leases(len(prompt)),
+    )
+
+
+def _earlier(store: ResponseStore, namespace: str, response_id: str | None) -> tuple[Message, ...]:
+    if response_id is None:
+        return ()
+    messages = store.get(namespace, response_id)
+    if messages is None:
+        message = f"Response {response_id[:200]!r} is not kept here: this server keeps a bounded number, in memory."
+        raise HttpError(404, "previous_response_not_found", message, param="previous_response_id")
+    return messages
+
+
+def _messages(given: str | Sequence[Any]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return normalize_messages([{"role": "user", "content": given}])
+    if not given:
+        raise InvalidRequest("input is empty", param="input")
+    return normalize_messages([_message(item, f"input[{index}]") for index, item in enumerate(given)])
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    """An input item as a chat message; `normalize_messages` checks what is left to check."""
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{where} must be an object", param="input")
+    kind = item.get("type", "message")
+    if kind == "message":
+        content = item.get("content")
+        return {"role": item.get("role"), "content": content if isinstance(content, str) else _parts(content, where)}
+    if kind == "function_call":
+        function = {name: item[name] for name in ("name", "arguments") if name in item}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise InvalidRequest(f"{where}: items of type {str(kind)[:100]!r} are not supported", param="input")
+
+
+def _parts(content: Any, where: str) -> list[Any]:
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}.content must be a string or a list of parts", param="input")
+    return [
+        {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _PART_TYPES else part
+        for part in content
+    ]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequest("tools may only be functions", param="tools")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+async def respond_response(request: Request, served: Served, store: ResponseStore, job: ResponseJob) -> Response:
+    """Run a job and keep its conversation. A refusal, or the client leaving, raises before any status is sent.
+
+    Raises:
+        RequestError: the engine refuses the job, or it was aborted.
+    """
+    outputs = merge(
+        [
+            served.engine.stream(
+                job.prompt,
+                job.params,
+                request_id=job.id,
+                scope=job.scope,
+                priority=job.request.priority,
+                leases=job.leases,
+            )
+        ]
+    )
+    answer = _Answer(job, store)
+    headers = {"x-request-id": job.id}
+    if job.request.stream:
+
+        async def first() -> tuple[int, RequestOutput]:
+            return await anext(outputs)
+
+        return _ResponseEvents(await until_disconnect(request.receive, first()), outputs, answer, headers)
+
+    async def collect() -> dict[str, Any]:
+        async for _, output in outputs:
+            answer.add(output)
+        return answer.finished()
+
+    return JSONResponse(await until_disconnect(request.receive, collect()), headers=headers)
+
+
+class _Answer:
+    """The response as it grows. An EventEncoder."""
+
+    def __init__(self, job: ResponseJob, store: ResponseStore) -> None:
+        self._job = job
+        self._store = store
+        self._completion = Completion(0)
+        self._output: RequestOutput | None = None
+        self._created = int(time.time())
+        self._item_id = new_id("msg")
+        self._num_events = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._output = output
+        for delta in output.deltas:
+            self._completion.add(delta)
+
+    def finished(self) -> dict[str, Any]:
+        """The final response; keeps the conversation."""
+        if self._completion.finish_reason in (None, FinishReason.ABORT):
+            raise RequestAborted("The request was aborted: the server is shutting down.")
+        if self._job.request.store is not False:
+            answer = {"role": "assistant", "content": self._completion.text}
+            messages = (*self._job.messages, answer)
+            self._store.put(self._job.scope.namespace, self._job.id, messages, self._job.num_new + 1)
+        return self._response(self._status(), [self._item(self._status())])
+
+    def _status(self) -> str:
+        return "incomplete" if self._completion.finish_reason is FinishReason.LENGTH else "completed"
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        request, params = self._job.request, self._job.params
+        response = {
+            "id": self._job.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._job.model,
+            "output": items,
+            "parallel_tool_calls": False,
+            "previous_response_id": request.previous_response_id,
+            "store": request.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": request.tools or [],
+            "top_p": params.top_p,
+            "usage": self._usage() if items else None,
+        }
+        if items and self._output is not None and self._output.leases:
+            response["pagoda"] = {"leases": lease_report(self._output.leases)}
+        return response
+
+    def _usage(self) -> dict[str, Any]:
+        assert self._output is not None
+        usage = self._output.usage
+        return {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.num_hit_tokens},
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        }
+
+    def _item(self, status: str) -> dict[str, Any]:
+        content = [self._part()] if status != "in_progress" else []
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._completion.text, "annotations": [], "logprobs": []}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        if self._output is None:
+            yield self._event("response.created", response=self._response("in_progress", []))
+            yield self._event("response.in_progress", response=self._response("in_progress", []))
+            yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
+            yield self._event("response.content_part.added", **at, part=self._part())
+        self.add(output)
+        for delta in output.deltas:
+            if delta.text:
+                yield self._event("response.output_text.delta", **at, delta=delta.text, logprobs=[])
+
+    def closing(self) -> Iterable[dict[str, Any]]:
+        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        final = self.finished()
+        yield self._event("response.output_text.done", **at, text=self._completion.text, logprobs=[])
+        yield self._event("response.content_part.done", **at, part=self._part())
+        yield self._event("response.output_item.done", output_index=0, item=self._item(self._status()))
+        yield self._event(f"response.{self._status()}", response=final)
+
+
+class _ResponseEvents(NamedEventStream):
+    """Errors are events of type `error`."""
+
+    def encode_error(self, error: Exception) -> bytes:
+        fault = describe(error)[1]["error"]
+        return self.encode({"type": "error", "code": fault["code"], "message": fault["message"], "param": None})
