@@ -66,16 +66,17 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "retention": ("allocator", "eviction", "keys", "radix_node"),
     "radix": ("allocator", "eviction", "keys", "radix_node"),
     "lease": ("block_table", "keys", "radix_node"),
+    "computing": ("keys", "lease", "radix_node"),
     "pool": ("layout",),
-    "formats": ("layout",),
     "tiers": ("keys", "layout", "sizes"),
-    "transfer": ("keys", "layout", *TIER_PROTOCOL),
+    "speed": (),
+    "transfer": ("keys", "layout", "speed", *TIER_PROTOCOL),
     "hierarchy": ("keys", "layout", "transfer", *TIER_PROTOCOL),
     "observe": LEAVES,
-    "cache": ("lease", "observe", *LEAVES),
-    "tiered": ("cache", "lease", "observe", "hierarchy", "transfer", *LEAVES, *TIER_PROTOCOL),
+    "cache": ("computing", "lease", "observe", *LEAVES),
+    "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
-USES_TORCH = {"pool", "formats"}
+USES_TORCH = {"pool"}
 
 
 def imports(module: str, source: str | None = None) -> Iterator[tuple[str, str]]:

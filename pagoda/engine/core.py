@@ -30,8 +30,9 @@ from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
 from pagoda.engine.text import OutputText
 from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused
-from pagoda.kv.cache import KVCache, as_tokens
+from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
+from pagoda.kv.radix_node import as_tokens
 from pagoda.model.sampler import SampledToken, SamplerState, sample
 from pagoda.model.tokenizer import TextStream, Tokenizer
 

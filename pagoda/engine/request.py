@@ -16,7 +16,7 @@ import numpy as np
 from pagoda.engine.outputs import FinishReason, LeaseOutcome, Usage
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
-from pagoda.kv.cache import PendingPrefix
+from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray

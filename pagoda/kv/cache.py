@@ -12,7 +12,7 @@ A call either does all it says or raises and changes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,12 +22,14 @@ import numpy.typing as npt
 from pagoda.errors import InvariantError, OutOfBlocks
 from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.block_table import BlockTable
-from pagoda.kv.eviction import EvictionPolicy
+from pagoda.kv.computing import Computing, PendingPrefix
+from pagoda.kv.eviction import LRU, EvictionPolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
+from pagoda.kv.observe import Eviction, MissLog
 from pagoda.kv.radix import RadixTree
-from pagoda.kv.radix_node import ABSENT, Match, TokenArray, common_prefix, first_block_key
+from pagoda.kv.radix_node import ABSENT, Match, TokenArray
 from pagoda.kv.retention import PinnedPrefix, Retention
 
 
@@ -60,27 +62,6 @@ class Hit:
     num_idle_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPrefix:
-    """A longer prefix than the cache has, which `lease` is computing: it will be there at `num_tokens` tokens."""
-
-    lease: Lease
-    num_tokens: int
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether waiting for it still makes sense."""
-        return not self.lease.released and self.lease.num_computed_tokens < self.num_tokens
-
-
-def as_tokens(tokens: Sequence[int] | TokenArray) -> TokenArray:
-    """Token ids as the narrowest array that holds them: int32, or int64 when pseudo-tokens of images are among them."""
-    array = np.asarray(tokens, dtype=np.int64)
-    small = np.iinfo(np.int32)
-    fits = not array.size or (small.min <= array.min() and array.max() <= small.max)
-    return array.astype(np.int32) if fits else array
-
-
 class KVCache:
     """Paged KV memory with prefix sharing. Not thread-safe: the engine's thread owns it.
 
@@ -110,9 +91,12 @@ class KVCache:
         self._allocator = Allocator(pool.num_blocks)
         self._tree = RadixTree(layout.block_size, self._windows, pool.num_blocks, policy)
         self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
-        self._computing: dict[tuple[Scope, bytes], list[Lease]] = {}
+        self._computing = Computing(layout.block_size)
         self._leases: set[Lease] = set()
         self.retention = Retention(self, clock)
+        self.misses = MissLog(self._tree, pool.num_blocks)
+        self._policy_name = type(policy or LRU()).__name__
+        self._clock = clock
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -159,18 +143,8 @@ class KVCache:
         )
 
     def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
-        """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none.
-
-        Whoever waits for it instead of computing it again must stop waiting when `is_pending` turns false: the
-        prefix is there, or its lease was released. Mutates nothing.
-        """
-        best: PendingPrefix | None = None
-        for lease in self._computing.get((scope, first_block_key(tokens, self.block_size)), ()):
-            shared = common_prefix(lease.prompt, tokens[:-1]) // self.block_size * self.block_size
-            found = PendingPrefix(lease, shared)
-            if shared > max(num_hit_tokens, best.num_tokens if best else 0) and found.is_pending:
-                best = found
-        return best
+        """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none."""
+        return self._computing.find(tokens, scope, num_hit_tokens)
 
     # -- the life of a lease -----------------------------------------------------------------------------------------
 
@@ -183,8 +157,7 @@ class KVCache:
         lease = self._hold(tokens, scope)
         self.stats.num_query_tokens += tokens.size
         self.stats.num_hit_tokens += lease.num_hit_tokens
-        if tokens.size >= self.block_size:
-            self._computing_at(lease).append(lease)
+        self._computing.add(lease)
         return lease
 
     def _hold(self, tokens: TokenArray, scope: Scope) -> Lease:
@@ -212,10 +185,6 @@ class KVCache:
         lease.num_hit_tokens = lease.num_computed_tokens
         self._leases.add(lease)
         return lease
-
-    def _computing_at(self, lease: Lease) -> list[Lease]:
-        """The leases that compute a prompt with the same first block."""
-        return self._computing.setdefault((lease.scope, first_block_key(lease.prompt, self.block_size)), [])
 
     def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
         """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
@@ -301,9 +270,18 @@ class KVCache:
         """Free at least `count` cached blocks, or all there are; returns how many."""
         ids = self._tree.evict(count, self._allocator.held)
         self._on_evict(ids)
+        self._note_evicted(ids)
         self._allocator.leave_tree(ids)
         self.stats.num_evicted_blocks += ids.size
         return int(ids.size)
+
+    def _note_evicted(self, ids: BlockIds) -> None:
+        lapsed_at = self.retention.lapsed_at[ids]
+        self.retention.lapsed_at[ids] = 0
+        books = self._policy_name, int(ids.size), self.num_held_blocks, self.retention.num_blocks
+        for moment in set(lapsed_at.tolist()):
+            eviction = Eviction(self._clock(), *books, lease_expired_at=moment or None)
+            self.misses.on_evict(ids[lapsed_at == moment], eviction)
 
     def advance(self, lease: Lease, tokens: TokenArray, num_computed_tokens: int) -> None:
         """Note that KV up to `num_computed_tokens` is written. Full blocks enter the tree; what slid out is let go.
@@ -314,7 +292,7 @@ class KVCache:
         if not lease.num_computed_tokens <= num_computed_tokens <= min(lease.capacity, tokens.size):
             raise InvariantError(f"cannot advance from {lease.num_computed_tokens} to {num_computed_tokens} tokens")
         if lease.num_computed_tokens < lease.prompt.size <= num_computed_tokens:
-            self._forget_computing(lease)
+            self._computing.remove(lease)
         lease.num_computed_tokens = num_computed_tokens
         self._commit(lease, tokens, num_computed_tokens // self.block_size * self.block_size)
         slid = False
@@ -351,6 +329,7 @@ class KVCache:
         if superseded.size:
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
+        self.misses.on_commit(lease.scope, after, tokens[start * self.block_size : end], mine)
         self._on_commit(lease, after, tokens[start * self.block_size : end], mine, entered)
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:
@@ -379,19 +358,11 @@ class KVCache:
         self._commit(lease, tokens, lease.num_computed_tokens)
         lease.released = True
         self._leases.remove(lease)
-        self._forget_computing(lease)
+        self._computing.remove(lease)
         for table in lease.tables:
             self._allocator.release(table.held)
         if lease.num_committed_blocks:
             self._offer(self._last_committed(lease))
-
-    def _forget_computing(self, lease: Lease) -> None:
-        key = lease.scope, first_block_key(lease.prompt, self.block_size)
-        others = [other for other in self._computing.get(key, ()) if other is not lease]
-        if others:
-            self._computing[key] = others
-        else:
-            self._computing.pop(key, None)
 
     def _offer(self, block_id: int) -> None:
         if self._allocator.in_tree(block_id):

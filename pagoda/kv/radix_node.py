@@ -7,6 +7,7 @@ the place where the query would stand: a bisection finds them however many child
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,6 +108,14 @@ class Match:
     num_tokens: int
     path: tuple[tuple[Node, int], ...]
     blocks: BlockIds
+
+
+def as_tokens(tokens: Sequence[int] | TokenArray) -> TokenArray:
+    """Token ids as the narrowest array that holds them: int32, or int64 when pseudo-tokens of images are among them."""
+    array = np.asarray(tokens, dtype=np.int64)
+    small = np.iinfo(np.int32)
+    fits = not array.size or (small.min <= array.min() and array.max() <= small.max)
+    return array.astype(np.int32) if fits else array
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.cache import BlockCopier, KVCache, PendingPrefix
+from pagoda.kv.cache import BlockCopier, KVCache
+from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Fetch, Hierarchy, Payloads
 from pagoda.kv.keys import KeyChain, Scope
@@ -106,7 +107,7 @@ class TieredCache(KVCache):
         ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
         lease = self._hold(tokens[: first * size + 1], scope)
         lease.prompt = tokens[: last * size + 1]
-        self._computing_at(lease).append(lease)
+        self._computing.add(lease)
         num_tokens = (last - first) * size
         fetch = self.hierarchy.fetch(ids, num_tokens * seconds_per_token)
         self._restores.append(_Restore(lease, tokens, fetch, time.perf_counter(), first * size, seconds_per_token))

@@ -23,10 +23,11 @@ from hypothesis.stateful import (
 )
 
 from pagoda.errors import LeaseRefused, OutOfBlocks
-from pagoda.kv.cache import KVCache, as_tokens
+from pagoda.kv.cache import KVCache
 from pagoda.kv.eviction import make_policy
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.retention import Retained
 from tests.kv.fakes import TokenPool, make
 
