@@ -11,6 +11,7 @@
 #include "ops.h"
 
 namespace nb = nanobind;
+using namespace nanobind::literals;
 
 namespace pagoda {
 namespace {
@@ -148,7 +149,8 @@ NB_MODULE(_native, m) {
         "paged_attention",
         [](int dtype, Heads q, int64_t num_rows, int num_heads, Part keys, Part values, PoolShape shape, Rows block_table,
            int64_t max_blocks, uintptr_t query_start, uintptr_t context_lens, int64_t num_requests, float scale,
-           float softcap, int64_t window, uintptr_t out, uintptr_t lse, Rows mass, int threads) {
+           float softcap, int64_t window, uintptr_t out, uintptr_t lse, Rows mass, int threads, uintptr_t shared,
+           int64_t num_shared) {
             const AttentionArgs args = {
                 .q = at<void>(std::get<0>(q)),
                 .q_row_stride = std::get<1>(q),
@@ -169,8 +171,12 @@ NB_MODULE(_native, m) {
                 .query_start = at<int32_t>(query_start),
                 .context_lens = at<int32_t>(context_lens),
                 .mass = at<float>(std::get<0>(mass)),
-                .mass_stride = std::get<1>(mass)};
+                .mass_stride = std::get<1>(mass),
+                .shared = at<SharedPrefix>(shared),
+                .num_shared = num_shared};
             paged_attention(DType(dtype), args, batch, threads);
         },
-        release);
+        "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "keys"_a, "values"_a, "shape"_a, "block_table"_a, "max_blocks"_a,
+        "query_start"_a, "context_lens"_a, "num_requests"_a, "scale"_a, "softcap"_a, "window"_a, "out"_a, "lse"_a, "mass"_a,
+        "threads"_a, "shared"_a = 0, "num_shared"_a = 0, release);
 }

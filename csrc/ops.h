@@ -12,6 +12,11 @@ void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads);
 void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads);
 void linear_bf16(const LinearArgs& args, int threads);
 
+// Adjacent requests whose block tables start with the same blocks, all of whose rows come after those.
+struct SharedPrefix {
+    int32_t first_request, num_requests, num_blocks;
+};
+
 struct Batch {
     int64_t num_rows, num_requests;
     const int32_t* block_table;  // [num_requests, max_blocks]
@@ -20,6 +25,8 @@ struct Batch {
     const int32_t* context_lens;  // [num_requests]
     float* mass;                  // null, or zeroed [num_requests, num_kv_heads, mass_stride]
     int64_t mass_stride;
+    const SharedPrefix* shared;  // in order, no request in two of them
+    int64_t num_shared;
 };
 
 // `args.lse` may be null if nobody wants it.

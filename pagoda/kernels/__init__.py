@@ -18,6 +18,7 @@ The memory that attention reads, for one layer:
 torch; `native` calls the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
 """
 
+from pagoda.kernels.cascade import find_shared_prefixes
 from pagoda.kernels.dispatch import (
     add_rms_norm,
     backend_name,
@@ -28,13 +29,15 @@ from pagoda.kernels.dispatch import (
     silu_mul,
     write_kv,
 )
-from pagoda.kernels.types import AttentionOutput, KVView
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 __all__ = [
     "AttentionOutput",
     "KVView",
+    "SharedPrefix",
     "add_rms_norm",
     "backend_name",
+    "find_shared_prefixes",
     "linear",
     "paged_attention",
     "rms_norm",

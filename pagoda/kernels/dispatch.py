@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import checks, reference
-from pagoda.kernels.types import AttentionOutput, KVView
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 
 def _choose_backend() -> ModuleType:
@@ -193,6 +194,7 @@ def paged_attention(
     kv_format: str | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
+    shared_prefixes: Sequence[SharedPrefix] = (),
 ) -> AttentionOutput:
     """Causal attention of ragged rows over a paged KV pool, one softmax pass (PagedAttention, arXiv:2309.06180).
 
@@ -211,12 +213,15 @@ def paged_attention(
         kv_format: `bf16`, `fp16` or `fp32`; None means the one of the view's dtype.
         need_lse: also return each row's log-sum-exp.
         need_mass: also return the attention mass of each KV entry (what H2O, arXiv:2306.14048, keeps by).
+        shared_prefixes: requests that attend to their common leading blocks together, which reads those once (see
+            `find_shared_prefixes`); in order of requests, without overlap. The result is the same without them.
 
     Returns:
         New tensors; see AttentionOutput.
 
     Raises:
-        KernelError: wrong shapes, dtypes, strides, lengths or block ids.
+        KernelError: wrong shapes, dtypes, strides, lengths or block ids, or prefixes that are not shared, not before all of the
+            rows, or combined with a window.
     """
     checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap, kv_format)
     result: AttentionOutput = _backend_for(q).paged_attention(
@@ -230,5 +235,6 @@ def paged_attention(
         softcap=softcap,
         need_lse=need_lse,
         need_mass=need_mass,
+        shared_prefixes=shared_prefixes,
     )
     return result

@@ -6,6 +6,7 @@ Threads are torch's number of threads. `PAGODA_ISA` (portable, avx2, avx512, amx
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 import pagoda._native as _native
 from pagoda.errors import ConfigError, KernelError
 from pagoda.kernels import reference
-from pagoda.kernels.types import AttentionOutput, KVView
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_HEAD_DIM = 256
@@ -172,6 +173,7 @@ def paged_attention(
     softcap: float | None,
     need_lse: bool,
     need_mass: bool,
+    shared_prefixes: Sequence[SharedPrefix],
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`. Head sizes that the vectors do not take go to the reference."""
     num_rows, num_heads, head_dim = q.shape
@@ -187,6 +189,7 @@ def paged_attention(
             softcap=softcap,
             need_lse=need_lse,
             need_mass=need_mass,
+            shared_prefixes=shared_prefixes,
         )
     num_requests = context_lens.shape[0]
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype)
@@ -195,6 +198,7 @@ def paged_attention(
     if need_mass:
         longest = int(context_lens.max()) if num_requests else 0
         mass = torch.zeros(num_requests, view.keys.shape[1], longest)
+    shared = torch.tensor(shared_prefixes, dtype=torch.int32)
     _native.paged_attention(
         _DTYPES[q.dtype],
         _heads(q),
@@ -215,6 +219,8 @@ def paged_attention(
         0 if lse is None else lse.data_ptr(),
         (0, 0) if mass is None else (mass.data_ptr(), mass.shape[2]),
         torch.get_num_threads(),
+        shared.data_ptr(),
+        len(shared),
     )
     return AttentionOutput(out, lse, mass)
 

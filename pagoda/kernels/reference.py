@@ -5,13 +5,14 @@ Arguments have passed `checks`; values are checked here, because torch would wra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from pagoda.errors import KernelError
-from pagoda.kernels.types import AttentionOutput, KVView
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,6 +85,7 @@ def paged_attention(
     softcap: float | None,
     need_lse: bool,
     need_mass: bool,
+    shared_prefixes: Sequence[SharedPrefix],
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`."""
     num_rows, num_heads, head_dim = q.shape
@@ -91,6 +93,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     starts, lens = query_start.tolist(), context_lens.tolist()
     _check_lengths(num_rows, starts, lens, block_table.shape[1] * view.keys.shape[2])
+    _check_shared(shared_prefixes, starts, lens, block_table, view.keys.shape[2], window)
 
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_rows, num_heads, device=q.device) if need_lse else None
@@ -149,3 +152,28 @@ def _check_lengths(num_rows: int, starts: list[int], lens: list[int], capacity: 
                 f"request {request}: context_len {context_len} must be at least its {query_len} rows and at most "
                 f"the {capacity} entries of its block table"
             )
+
+
+def _check_shared(
+    shared_prefixes: Sequence[SharedPrefix],
+    starts: list[int],
+    lens: list[int],
+    block_table: torch.Tensor,
+    block_size: int,
+    window: int | None,
+) -> None:
+    """Reading entries once or many times gives the same, so that checking is all there is to do with them here."""
+    if shared_prefixes and window is not None:
+        raise KernelError("a shared prefix cannot be combined with a window")
+    free_from = 0
+    for first, count, num_blocks in shared_prefixes:
+        if first < free_from or count < 1 or num_blocks < 1 or first + count > len(lens):
+            raise KernelError(
+                f"shared prefix {(first, count, num_blocks)} must name blocks, and requests of the batch in order"
+            )
+        free_from = first + count
+        for request in range(first, free_from):
+            if lens[request] - (starts[request + 1] - starts[request]) < num_blocks * block_size:
+                raise KernelError(f"a shared prefix reaches into the new rows of request {request}")
+            if not torch.equal(block_table[request, :num_blocks], block_table[first, :num_blocks]):
+                raise KernelError(f"the table of request {request} starts with other blocks than request {first}'s")

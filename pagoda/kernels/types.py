@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,14 @@ class KVView:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+class SharedPrefix(NamedTuple):
+    """Adjacent requests of a batch whose block tables start with the same `num_blocks` blocks."""
+
+    first_request: int
+    num_requests: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

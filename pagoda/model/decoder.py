@@ -16,7 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels import KVView, add_rms_norm, linear, paged_attention, rms_norm, rope_write_kv, silu_mul
+from pagoda.kernels import (
+    KVView,
+    SharedPrefix,
+    add_rms_norm,
+    find_shared_prefixes,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope_write_kv,
+    silu_mul,
+)
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.hooks import LayerHook
 from pagoda.model.spec import ModelSpec
@@ -86,6 +96,7 @@ class Decoder:
         spec = self.spec
         hidden = self.weights.embedding[batch.token_ids]
         residual = torch.zeros_like(hidden)
+        shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
             q, k, v = self._project(layer, normed)
@@ -102,6 +113,7 @@ class Decoder:
                 scale=self._scale,
                 window=spec.windows[index],
                 need_mass=hook is not None and hook.needs_mass,
+                shared_prefixes=shared[group] if spec.windows[index] is None else (),
             )
             attended = attention.out
             narrowed = hook.after_attention(index, batch, attention) if hook else None
@@ -117,6 +129,16 @@ class Decoder:
             hidden = linear(gated, layer.down, layer.down_bias)
         normed, _ = add_rms_norm(hidden, residual, self.weights.final_norm, spec.norm_eps)
         return linear(normed, self.weights.lm_head).float()
+
+    def _shared_prefixes(self, batch: ForwardBatch, view: KVView) -> list[tuple[SharedPrefix, ...]]:
+        """Per layer group, the requests that attend to common blocks together. A hook may change the tables: not then."""
+        if self.device.type != "cpu":
+            return [()] * len(batch.block_tables)
+        block_size = view.keys.shape[2]
+        return [
+            find_shared_prefixes(table, batch.query_start, batch.context_lens, block_size)
+            for table in batch.block_tables
+        ]
 
     def _project(self, layer: LayerWeights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each `[rows, heads, head_dim]`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels import KVView
+from pagoda.kernels import KVView, SharedPrefix
 
 PAD = 24  # elements around each part of a block
 
@@ -51,9 +51,10 @@ def make_batch(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    shared: tuple[SharedPrefix, ...] = (),
     seed: int = 0,
 ) -> PagedBatch:
-    """Requests of (context_len, query_len)."""
+    """Requests of (context_len, query_len); those under one shared prefix start with the first one's blocks."""
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-context // block_size) for context, _ in lens]
     num_blocks = sum(blocks_of) + 3
@@ -63,6 +64,10 @@ def make_batch(
     table = torch.full((len(lens), max(blocks_of, default=0) + 2), 2**31 - 1, dtype=torch.int32)
     for request, (context, query_len) in enumerate(lens):
         first = 0 if window is None else max(0, context - query_len - window + 1)
+        for start, count, num_shared in shared:
+            if start < request < start + count:
+                table[request, :num_shared] = table[start, :num_shared]
+                first = num_shared * block_size
         for j in range(context if query_len else 0):
             index = j // block_size
             if index < first // block_size:

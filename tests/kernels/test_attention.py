@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels import AttentionOutput, KVView, native, paged_attention, reference
+from pagoda.kernels import AttentionOutput, KVView, SharedPrefix, native, paged_attention, reference
 from tests.kernels.pools import PagedBatch, make_batch
 
 MIXED = [(37, 37), (90, 5), (1, 1), (70, 1), (130, 1), (16, 3)]
@@ -24,6 +24,7 @@ def run(
     softcap: float | None = None,
     need_lse: bool = True,
     need_mass: bool = True,
+    shared: tuple[SharedPrefix, ...] = (),
 ) -> AttentionOutput:
     result = backend.paged_attention(  # type: ignore[attr-defined]
         batch.q,
@@ -36,14 +37,21 @@ def run(
         softcap=softcap,
         need_lse=need_lse,
         need_mass=need_mass,
+        shared_prefixes=shared,
     )
     assert isinstance(result, AttentionOutput)
     return result
 
 
-def check(batch: PagedBatch, *, window: int | None = None, softcap: float | None = None) -> None:
+def check(
+    batch: PagedBatch,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    shared: tuple[SharedPrefix, ...] = (),
+) -> None:
     poisoned = batch.pool.clone()
-    got = run(native, batch, window=window, softcap=softcap)
+    got = run(native, batch, window=window, softcap=softcap, shared=shared)
     want = run(reference, batch.widened(), window=window, softcap=softcap)
     assert torch.equal(batch.pool.view(torch.uint8), poisoned.view(torch.uint8)), "attention wrote to the pool"
     tolerance = TOLERANCE[batch.q.dtype]

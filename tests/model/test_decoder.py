@@ -198,3 +198,19 @@ def test_decoder_holds_rotations_for_its_context_only(llama):
     beyond = dataclasses.replace(batch, positions=torch.tensor([decoder.spec.max_context]))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
         decoder.forward(beyond, run.kv, run.group_of_layer)
+
+
+def test_requests_on_one_prefix_attend_to_it_together(pair):
+    """Two samples of one prompt share its blocks; their logits are those of a request of its own."""
+    model, decoder = pair
+    run = PagedRun(decoder)
+    prompt, endings = tokens(24), [tokens(3, seed=5), tokens(3, seed=6)]
+    first = run.add(prompt + endings[0])
+    run.step([(first, 24)])
+    second = run.add(prompt + endings[1])
+    second.blocks, second.num_computed = [list(blocks) for blocks in first.blocks], 24
+    batch = run.batch([(first, 3), (second, 3)])
+    assert all((table[0, :6] == table[1, :6]).all() for table in batch.block_tables)
+    got = decoder.forward(batch, run.kv, run.group_of_layer).split(3)
+    for ending, logits in zip(endings, got, strict=True):
+        assert (logits - reference_logits(model, prompt + ending)[24:]).abs().max() < TOLERANCE

@@ -1,0 +1,290 @@
+#include "attention_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "isa.h"
+#include "threads.h"
+
+namespace pagoda {
+namespace {
+
+constexpr int64_t kMinPartKeys = 256;   // shorter parts cost more to merge than they balance
+constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
+
+// A tile's time in units of one key against up to 16 rows.
+int64_t cost(const Tile& t) { return (t.key_end - t.key_begin) * ((t.row_end - t.row_begin + 15) / 16); }
+
+// A tile, and where its request's rows are among those of the requests it shares blocks with.
+struct Whole {
+    Tile tile;
+    const SharedPrefix* shared;  // null: none
+    int64_t first_shared_row;
+};
+
+struct SharedTile {
+    const SharedPrefix* shared;
+    Tile tile;
+    std::vector<Source> parts;
+};
+
+std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& batch) {
+    const int64_t group = args.num_heads / args.pool.num_kv_heads;
+    std::vector<SharedTile> result;
+    for (int64_t s = 0; s < batch.num_shared; s++) {
+        const SharedPrefix& shared = batch.shared[s];
+        const int64_t token_row = batch.query_start[shared.first_request];
+        const int64_t rows = (batch.query_start[shared.first_request + shared.num_requests] - token_row) * group;
+        const int64_t keys = int64_t{shared.num_blocks} * args.pool.block_size;
+        for (int head = 0; head < args.pool.num_kv_heads; head++) {
+            for (int64_t begin = 0; begin < rows; begin += kTileRows) {
+                // All rows come after all of these entries: no position is needed beyond that.
+                const Tile tile = {.blocks = batch.block_table + shared.first_request * batch.block_table_stride,
+                                   .request = shared.first_request,
+                                   .first_token_row = token_row,
+                                   .first_position = keys,
+                                   .kv_head = head,
+                                   .row_begin = begin,
+                                   .row_end = std::min(begin + kTileRows, rows),
+                                   .key_begin = 0,
+                                   .key_end = keys,
+                                   .partial_out = nullptr,
+                                   .partial_lse = nullptr};
+                result.push_back({&shared, tile, {}});
+            }
+        }
+    }
+    return result;
+}
+
+// Every row of the batch once per KV head, against all it sees that is not shared.
+std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch) {
+    const int64_t group = args.num_heads / args.pool.num_kv_heads;
+    std::vector<const SharedPrefix*> shared_by(batch.num_requests, nullptr);
+    for (int64_t s = 0; s < batch.num_shared; s++) {
+        std::fill_n(shared_by.begin() + batch.shared[s].first_request, batch.shared[s].num_requests, &batch.shared[s]);
+    }
+    std::vector<Whole> result;
+    for (int64_t r = 0; r < batch.num_requests; r++) {
+        const int64_t token_row = batch.query_start[r], query_len = batch.query_start[r + 1] - token_row;
+        const SharedPrefix* shared = shared_by[r];
+        for (const Tile& tile : request_tiles(args, batch, r)) {
+            Whole whole = {tile, shared, 0};
+            if (shared) {
+                whole.tile.key_begin = int64_t{shared->num_blocks} * args.pool.block_size;
+                whole.first_shared_row = (token_row - batch.query_start[shared->first_request]) * group;
+            }
+            if (query_len > 0) result.push_back(whole);
+        }
+    }
+    return result;
+}
+
+class Planner {
+public:
+    Planner(const AttentionArgs& args, const Batch& batch, int threads)
+        : head_dim_(args.pool.head_dim), shared_(shared_tiles(args, batch)), own_(own_tiles(args, batch)) {
+        int64_t total = 0;
+        for (const SharedTile& s : shared_) total += cost(s.tile);
+        for (const Whole& o : own_) total += cost(o.tile);
+        longest_ = threads == 1 ? std::max<int64_t>(1, total) : total / (threads * kTasksPerThread) + 1;
+    }
+
+    AttentionPlan make() {
+        for (SharedTile& s : shared_) s.parts = split(s.tile);
+        for (const Whole& o : own_) add_own(o);
+        std::stable_sort(plan_.tasks.begin(), plan_.tasks.end(),
+                         [](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+        return std::move(plan_);
+    }
+
+private:
+    int64_t num_parts(const Tile& t) const {
+        const int64_t most = std::max<int64_t>(1, (t.key_end - t.key_begin) / kMinPartKeys);
+        return std::clamp<int64_t>((cost(t) + longest_ - 1) / longest_, 1, most);
+    }
+
+    // Adds the tile's parts as tasks with a place of their own for what they compute.
+    std::vector<Source> split(const Tile& t) {
+        const int64_t rows = t.row_end - t.row_begin, keys = t.key_end - t.key_begin, parts = num_parts(t);
+        const int64_t floats = rows * (head_dim_ + 1);
+        float* next = plan_.partials.emplace_back(std::make_unique_for_overwrite<float[]>(parts * floats)).get();
+        std::vector<Source> sources;
+        for (int64_t p = 0; p < parts; p++, next += floats) {
+            Tile task = t;
+            task.key_begin = t.key_begin + keys * p / parts;
+            task.key_end = t.key_begin + keys * (p + 1) / parts;
+            task.partial_out = next;
+            task.partial_lse = next + rows * head_dim_;
+            plan_.tasks.push_back(task);
+            sources.push_back({task.partial_out, task.partial_lse});
+        }
+        return sources;
+    }
+
+    void add_own(const Whole& own) {
+        const Tile& t = own.tile;
+        if (!own.shared && num_parts(t) == 1) {
+            plan_.tasks.push_back(t);
+            return;
+        }
+        const std::vector<Source> parts = split(t);
+        if (!own.shared) {
+            add_merge(t, t.row_begin, t.row_end, parts, {}, 0);
+            return;
+        }
+        for (const SharedTile& s : shared_) {
+            if (s.shared != own.shared || s.tile.kv_head != t.kv_head) continue;
+            // Rows of both, counted as the request counts its own.
+            const int64_t first = s.tile.row_begin - own.first_shared_row;
+            const int64_t begin = std::max(t.row_begin, first), end = std::min(t.row_end, s.tile.row_end - own.first_shared_row);
+            if (begin < end) add_merge(t, begin, end, parts, s.parts, begin - first);
+        }
+    }
+
+    void add_merge(const Tile& t, int64_t begin, int64_t end, const std::vector<Source>& own,
+                   const std::vector<Source>& shared, int64_t shared_row) {
+        const size_t first = plan_.sources.size();
+        auto add = [&](const Source& s, int64_t row) { plan_.sources.push_back({s.out + row * head_dim_, s.lse + row}); };
+        for (const Source& s : own) add(s, begin - t.row_begin);
+        for (const Source& s : shared) add(s, shared_row);
+        plan_.merges.push_back({t.first_token_row, t.kv_head, begin, end, first, plan_.sources.size() - first});
+    }
+
+    int64_t head_dim_;
+    int64_t longest_;
+    std::vector<SharedTile> shared_;
+    std::vector<Whole> own_;
+    AttentionPlan plan_;
+};
+
+void check_shared(const AttentionArgs& args, const Batch& batch) {
+    int64_t free_from = 0;
+    for (int64_t s = 0; s < batch.num_shared; s++) {
+        const SharedPrefix& shared = batch.shared[s];
+        const std::string name = "shared prefix " + std::to_string(s);
+        if (shared.first_request < free_from || shared.num_requests < 1 || shared.num_blocks < 1 ||
+            int64_t{shared.first_request} + shared.num_requests > batch.num_requests) {
+            throw std::invalid_argument(name + " must name requests of the batch, after those of the one before it, and blocks");
+        }
+        free_from = shared.first_request + shared.num_requests;
+        const int64_t keys = int64_t{shared.num_blocks} * args.pool.block_size;
+        const int32_t* first = batch.block_table + shared.first_request * batch.block_table_stride;
+        for (int64_t r = shared.first_request; r < free_from; r++) {
+            if (batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]) < keys) {
+                throw std::invalid_argument(name + " reaches into the new rows of request " + std::to_string(r));
+            }
+            if (std::memcmp(first, batch.block_table + r * batch.block_table_stride, shared.num_blocks * sizeof(int32_t)) != 0) {
+                throw std::invalid_argument(name + ": the table of request " + std::to_string(r) + " starts with other blocks");
+            }
+        }
+    }
+    if (batch.num_shared > 0 && args.window != std::numeric_limits<int64_t>::max()) {
+        throw std::invalid_argument("a shared prefix cannot be combined with a window");
+    }
+}
+
+void store_as(DType dtype, void* to, int64_t index, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (dtype == kF32) {
+        static_cast<float*>(to)[index] = value;
+    } else if (dtype == kBF16) {
+        const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+        static_cast<uint16_t*>(to)[index] = static_cast<uint16_t>((value == value ? rounded : bits | 0x400000) >> 16);
+    } else {
+        const _Float16 half = static_cast<_Float16>(value);
+        std::memcpy(static_cast<uint16_t*>(to) + index, &half, sizeof half);
+    }
+}
+
+}  // namespace
+
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request) {
+    const int64_t group = args.num_heads / args.pool.num_kv_heads;
+    const int64_t token_row = batch.query_start[request], query_len = batch.query_start[request + 1] - token_row;
+    const int64_t first_position = batch.context_lens[request] - query_len, rows = query_len * group;
+    std::vector<Tile> result;
+    for (int head = 0; head < args.pool.num_kv_heads; head++) {
+        for (int64_t begin = 0; begin < rows; begin += kTileRows) {
+            const int64_t end = std::min(begin + kTileRows, rows);
+            const int64_t first = first_position + begin / group, last = first_position + (end - 1) / group;
+            result.push_back({.blocks = batch.block_table + request * batch.block_table_stride,
+                              .request = request,
+                              .first_token_row = token_row,
+                              .first_position = first_position,
+                              .kv_head = head,
+                              .row_begin = begin,
+                              .row_end = end,
+                              .key_begin = args.window > first ? 0 : first - args.window + 1,
+                              .key_end = last + 1,
+                              .partial_out = nullptr,
+                              .partial_lse = nullptr});
+        }
+    }
+    return result;
+}
+
+void check_attention(const AttentionArgs& args, const Batch& batch) {
+    const int64_t capacity = batch.max_blocks * args.pool.block_size;
+    if (batch.query_start[0] != 0 || batch.query_start[batch.num_requests] != batch.num_rows) {
+        throw std::invalid_argument("query_start must rise from 0 to num_rows = " + std::to_string(batch.num_rows));
+    }
+    for (int64_t r = 0; r < batch.num_requests; r++) {
+        const int64_t query_len = int64_t{batch.query_start[r + 1]} - batch.query_start[r], len = batch.context_lens[r];
+        if (query_len < 0) throw std::invalid_argument("query_start must not fall");
+        if (len < query_len || len > capacity) {
+            throw std::invalid_argument("request " + std::to_string(r) + ": context_len " + std::to_string(len) +
+                                        " must be at least its " + std::to_string(query_len) + " rows and at most the " +
+                                        std::to_string(capacity) + " entries of its block table");
+        }
+        if (query_len == 0) continue;
+        const int64_t first = std::max<int64_t>(0, args.window > len ? 0 : len - query_len - args.window + 1);
+        const int32_t* blocks = batch.block_table + r * batch.block_table_stride;
+        for (int64_t b = first / args.pool.block_size; b * args.pool.block_size < len; b++) {
+            if (blocks[b] < 0 || blocks[b] >= args.pool.num_blocks) {
+                throw std::invalid_argument("block_table[" + std::to_string(r) + ", " + std::to_string(b) + "] is " +
+                                            std::to_string(blocks[b]) + ", outside 0.." +
+                                            std::to_string(args.pool.num_blocks - 1));
+            }
+        }
+    }
+    check_shared(args, batch);
+}
+
+AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int threads) {
+    return Planner(args, batch, threads).make();
+}
+
+void attend(DType dtype, const AttentionArgs& args, const Tile& task) {
+    thread_local ThreadScratch scratch;
+    isa().attention[dtype](args, task, scratch.at_least(isa().attention_scratch_bytes(args.pool.head_dim)));
+}
+
+void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& m) {
+    const int64_t group = args.num_heads / args.pool.num_kv_heads, head_dim = args.pool.head_dim;
+    const Source* sources = plan.sources.data() + m.first_source;
+    thread_local std::vector<float> value;
+    value.resize(head_dim);
+    for (int64_t r = 0; r < m.row_end - m.row_begin; r++) {
+        float top = -std::numeric_limits<float>::infinity(), sum = 0;
+        for (size_t p = 0; p < m.num_sources; p++) top = std::max(top, sources[p].lse[r]);
+        std::fill(value.begin(), value.end(), 0.0f);
+        for (size_t p = 0; p < m.num_sources; p++) {
+            const float weight = std::exp(sources[p].lse[r] - top);
+            const float* part = sources[p].out + r * head_dim;
+            for (int64_t i = 0; i < head_dim; i++) value[i] += weight * part[i];
+            sum += weight;
+        }
+        const int64_t row = m.row_begin + r;
+        const int64_t to = (m.first_token_row + row / group) * args.num_heads + m.kv_head * group + row % group;
+        for (int64_t i = 0; i < head_dim; i++) store_as(dtype, args.out, to * head_dim + i, value[i] / sum);
+        args.lse[to] = top + std::log(sum);
+    }
+}
+
+}  // namespace pagoda

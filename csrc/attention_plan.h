@@ -1,0 +1,56 @@
+// Attention over a ragged batch as tasks that are independent of one another, and the merges that follow them.
+//
+//     request, KV head   rows (position x head of the group)     KV entries
+//     ┌────────────┐     ├─ tile 0 ─┼─ tile 1 ─┼─ ... ┤     x   0 ─────────── context_len      prefill: many tiles
+//     └────────────┘     ├─ one tile ┤                     x   ├ part ┼ part ┼ part ┤          decode: few, so the
+//                                                                                              context may be split
+// Requests whose tables start with the same blocks attend to them together (a cascade, as in FlashInfer,
+// arXiv:2501.01005): their rows are adjacent in q, so one tile takes them all and reads the shared entries once.
+//
+//     request 0  ┐                 ├ own part ┤
+//     request 1  ├ shared blocks   ├ own ┤
+//     request 2  ┘                 ├ own part of it ┤
+//
+// Whatever attends in parts is merged by the parts' log-sum-exps.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ops.h"
+
+namespace pagoda {
+
+// One part of some rows' attention: [rows, head_dim] normalised, and [rows].
+struct Source {
+    const float* out;
+    const float* lse;
+};
+
+struct Merge {
+    int64_t first_token_row;
+    int kv_head;
+    int64_t row_begin, row_end;
+    size_t first_source, num_sources;
+};
+
+struct AttentionPlan {
+    std::vector<Tile> tasks;  // the longest first, so that the last to finish are short
+    std::vector<Merge> merges;
+    std::vector<Source> sources;
+    std::vector<std::unique_ptr<float[]>> partials;
+};
+
+// Raises std::invalid_argument for lengths, block ids and shared prefixes that do not fit the batch.
+void check_attention(const AttentionArgs& args, const Batch& batch);
+
+// Valid for all layers whose pools have the same shape and whose window is the same: of the pool, only sizes are used.
+AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int threads);
+
+// One request's rows, tile by tile and KV head by KV head, against all they see.
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request);
+
+void attend(DType dtype, const AttentionArgs& args, const Tile& task);
+void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& rows);
+
+}  // namespace pagoda
