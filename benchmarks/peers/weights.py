@@ -1,4 +1,4 @@
-"""One export of the weights for all engines: a safetensors folder in BF16 and, from the same numbers, a GGUF file in BF16."""
+"""One export of the weights for all engines: a safetensors folder in BF16 and, of the same numbers, a GGUF file."""
 
 from __future__ import annotations
 

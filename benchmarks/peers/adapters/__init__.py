@@ -1,1 +1,1 @@
-"""One file per engine: loads it and answers over stdin and stdout (`serve.py`). Each runs in that engine's environment."""
+"""One file per engine: loads it, answers over stdin and stdout (`serve.py`). Each runs in its engine's environment."""

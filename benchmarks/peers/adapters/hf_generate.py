@@ -75,7 +75,7 @@ class GeneratePeer:
         ]
 
     def _prefix(self, prompts: list[list[int]]) -> transformers.DynamicCache:
-        """The part of the kept cache that all prompts start with, once per prompt; at least one token stays to compute."""
+        """The part of the kept cache that all prompts start with, for each; one token at least is left to compute."""
         hit = min(*(common_prefix(self._tokens, tokens) for tokens in prompts), len(prompts[0]) - 1)
         if not hit:
             return transformers.DynamicCache(config=self._model.config)

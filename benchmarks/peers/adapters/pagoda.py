@@ -15,6 +15,7 @@ class PagodaPeer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._engine = Engine(
             settings["model"],
+            dtype="bfloat16",
             kv_memory=settings["kv_bytes"],
             max_model_len=settings["context"],
             max_num_seqs=settings["max_seqs"],

@@ -1,8 +1,8 @@
 """The adapters' common half: JSON lines in and out, and the loop that feeds requests to an engine when they are due.
 
-    -> {"op": "load", "settings": {...}}                  <- {"info": {...}}
-    -> {"op": "run", "round": {...}}                      <- {"results": [...]}
-                                                          <- {"error": "type: message"} to either
+-> {"op": "load", "settings": {...}}                  <- {"info": {...}}
+-> {"op": "run", "round": {...}}                      <- {"results": [...]}
+                                                      <- {"error": "type: message"} to either
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def serve(engine: PeerEngine, requests: Sequence[Request]) -> list[Result]:
             if len(result.tokens) == wanted:
                 running.remove(event.key)
                 ended += 1
-                due.update({i: result.end for i in followers.get(event.key, ())})
+                due.update(dict.fromkeys(followers.get(event.key, ()), result.end))
     return [results[i] for i in range(len(requests))]
 
 
