@@ -1,8 +1,8 @@
 """TieredCache: a KVCache with tiers below the device.
 
-    advance   ── full blocks ──> Hierarchy.store      so that they survive eviction and restarts
-    evict     ── last look ────> Hierarchy.demote
-    prefetch  <── pieces ─────── Hierarchy.fetch      a restore is a lease that loads tokens instead of computing them
+    advance   ── full blocks ──> Hierarchy.write(THROUGH)   so that they survive eviction and restarts
+    evict     ── last look ────> Hierarchy.write(BACK)
+    prefetch  <── pieces ─────── Hierarchy.fetch            a restore is a lease that loads tokens, and computes none
 
 A restore holds its blocks as a computing request does, and what it loaded enters the tree through the same door.
 Whoever waits for the prefix waits for the restore's lease (`PendingPrefix`), and goes on when it ends, however it ends.
@@ -27,12 +27,13 @@ from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, KVCache
 from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.eviction import EvictionPolicy
-from pagoda.kv.hierarchy import Fetch, Hierarchy, Payloads
+from pagoda.kv.hierarchy import Fetch, Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.transfer import ByteRows
 
 _LOSS = 0.05
 
@@ -57,9 +58,10 @@ class _Restore:
     seconds_per_token: float
 
     @property
-    def is_worth_waiting(self) -> bool:
-        saved = (self.lease.num_computed_tokens - self.first_token) * self.seconds_per_token
-        return time.perf_counter() - self.started <= saved + _LOSS * self.fetch.recompute_s
+    def patience_s(self) -> float:
+        """How much longer to wait for the next piece; negative when it is over."""
+        saved_s = (self.lease.num_computed_tokens - self.first_token) * self.seconds_per_token
+        return saved_s + self.fetch.patience_s - (time.perf_counter() - self.started)
 
 
 class TieredCache(KVCache):
@@ -109,8 +111,10 @@ class TieredCache(KVCache):
         lease.prompt = tokens[: last * size + 1]
         self._computing.add(lease)
         num_tokens = (last - first) * size
-        fetch = self.hierarchy.fetch(ids, num_tokens * seconds_per_token)
-        self._restores.append(_Restore(lease, tokens, fetch, time.perf_counter(), first * size, seconds_per_token))
+        recompute_s = num_tokens * seconds_per_token
+        started = time.perf_counter()
+        fetch = self.hierarchy.fetch(ids, recompute_s, _LOSS * recompute_s)
+        self._restores.append(_Restore(lease, tokens, fetch, started, first * size, seconds_per_token))
         return PendingPrefix(lease, last * size)
 
     def poll(self) -> None:
@@ -119,7 +123,7 @@ class TieredCache(KVCache):
         for restore in list(self._restores):
             complete = restore.fetch.done.is_set()  # asked first: a piece may arrive between the two
             fits = self._take_pieces(restore)
-            if complete or not fits or not restore.is_worth_waiting:
+            if complete or not fits or restore.patience_s < 0:
                 restore.fetch.cancelled.set()
                 self._restores.remove(restore)
                 self.release(restore.lease, restore.tokens)
@@ -129,16 +133,17 @@ class TieredCache(KVCache):
         lease = restore.lease
         while not restore.fetch.pieces.empty():
             piece = restore.fetch.pieces.get()
-            num_tokens = len(piece) * self.block_size
+            num_tokens = len(piece.payloads) * self.block_size
             try:
                 self.reserve(lease, num_tokens)
             except OutOfBlocks:
                 return False
             first = lease.num_computed_tokens // self.block_size
-            for index, groups in enumerate(piece):
+            for index, groups in enumerate(piece.payloads):
                 for table, payload in zip(lease.tables, groups, strict=True):
                     self._io.import_block(int(table.ids[first + index]), payload)
             self.stats.num_restored_tokens += num_tokens
+            piece.lane.tally.add("restored_tokens", num_tokens)
             self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
         return True
 
@@ -148,8 +153,9 @@ class TieredCache(KVCache):
         return bool(self._restores)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something arrives from the tiers, at most so long."""
-        self.hierarchy.arrived.wait(timeout_s)
+        """Sleep until something arrives from the tiers or a restore is to be given up, at most so long."""
+        patience_s = min((restore.patience_s for restore in self._restores), default=timeout_s)
+        self.hierarchy.arrived.wait(max(0.0, min(timeout_s, patience_s)))
 
     def _on_commit(
         self, lease: Lease, after: int | None, tokens: TokenArray, blocks: BlockIds, entered: npt.NDArray[np.bool_]
@@ -162,22 +168,22 @@ class TieredCache(KVCache):
             for group in np.flatnonzero(entered[:, index]):
                 new.append((int(blocks[group, index]), RecordId(key, int(group))))
         self._record_of.update(new)
-        if any(restore.lease is lease for restore in self._restores) or not self.hierarchy.writes_through:
-            return
-        room = self.hierarchy.room_to_store(len(new))
-        if room:
-            self.hierarchy.store([record for _, record in new[:room]], self._export([block for block, _ in new[:room]]))
+        if not any(restore.lease is lease for restore in self._restores):
+            self._write(WritePolicy.THROUGH, new)
 
     def _on_evict(self, ids: BlockIds) -> None:
         named = [(block, record) for block in ids.tolist() if (record := self._record_of.pop(block, None)) is not None]
-        if named and self.hierarchy.writes_back:
-            self.hierarchy.demote([record for _, record in named], self._export([block for block, _ in named]))
+        self._write(WritePolicy.BACK, named)
 
-    def _export(self, ids: Sequence[int]) -> Payloads:
-        payloads = np.empty((len(ids), self.layout.block_bytes), dtype=np.uint8)
-        for payload, block in zip(payloads, ids, strict=True):
+    def _write(self, policy: WritePolicy, named: Sequence[tuple[int, RecordId]]) -> None:
+        """Copy blocks out of the pool, as many as there is room for, and queue them for the tiers of a policy."""
+        named = named[: self.hierarchy.room(policy, len(named))]
+        if not named:
+            return
+        payloads: ByteRows = np.empty((len(named), self.layout.block_bytes), dtype=np.uint8)
+        for payload, (block, _) in zip(payloads, named, strict=True):
             self._io.export_block(block, payload)
-        return payloads
+        self.hierarchy.write(policy, [record for _, record in named], payloads)
 
     def close(self) -> None:
         """Write what is queued and close the tiers."""

@@ -1,86 +1,125 @@
 """Lanes: each tier with threads of its own, a memory of its speed, and a circuit breaker.
 
-    engine thread ──submit──> lane disk   [thread, thread] ──> tier.put / lookup / get_into
-                  └─submit──> lane redis  [thread, thread]
+    engine thread ──> writer dram ──┐
+                  ──> fetch ────────┴─> lane dram   [thread, thread] ──> tier.lookup / put / get_into
+                  ──> fetch ──────────> lane redis  [thread, thread]
 
 A tier that hangs blocks its own lane only. A lane that fails or hangs is taken out for a while, longer each time, then
-tried again; meanwhile everything it has is a miss.
+tried again by one call; meanwhile everything it has is a miss. All threads are daemons: no tier can keep the process
+from ending.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pagoda.errors import TierError, TierUnavailable
-from pagoda.kv.tiers.base import Tier
+from pagoda.kv.breaker import Breaker, BreakerState
+from pagoda.kv.speed import Speed
+from pagoda.kv.tiers.base import Tally, Tier
+from pagoda.kv.tiers.records import (
+    Corrupt,
+    Failed,
+    Found,
+    GetResult,
+    LookupResult,
+    Missing,
+    PutResult,
+    Record,
+    RecordId,
+    Stored,
+    Target,
+    Usage,
+    readable,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SMOOTHING = 0.3
-_FORGET_S = 30.0
-_FIRST_BACKOFF_S = 1.0
-_LAST_BACKOFF_S = 60.0
+_GLANCE_S = 0.02
+_CLOSE_S = 2.0
+_LOAD_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
+
+ByteRows = npt.NDArray[np.uint8]
+"""uint8 `[num_records, block_bytes]`."""
 
 
-class Speed:
-    """A tier's latency and bandwidth, as exponentially weighted averages of what was seen.
+class Workers:
+    """A few daemon threads that run what is submitted. `ThreadPoolExecutor` would join hung ones when Python exits."""
 
-    Old news counts for nothing: after half a minute without a sample a tier is believed to be fast, and tried again.
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        for _ in range(num_threads):
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` when a thread is free; cancelling the future before that prevents it."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        """Let the threads end when they have run what is queued; waits for none."""
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """One tier at one moment. Counts are records since the start, unless their names say otherwise.
+
+    `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
+    `rejected_<why>`. `load_seconds` is a histogram: upper ends of buckets, and loads in
+    each. `usage` is None until the tier told.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seconds_per_byte = 0.0
-        self._latency = 0.0
-        self._seen_at = float("-inf")
-
-    def note(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a call; one that moved no bytes tells the latency."""
-        weight = 1.0 if self._is_stale else _SMOOTHING
-        if num_bytes:
-            per_byte = max(0.0, seconds - self._latency) / num_bytes
-            self._seconds_per_byte += weight * (per_byte - self._seconds_per_byte)
-        else:
-            self._latency += weight * (seconds - self._latency)
-        self._seen_at = self._clock()
-
-    def predict_s(self, num_bytes: int, num_calls: int) -> float:
-        """Seconds that moving so many bytes in so many calls would take."""
-        return 0.0 if self._is_stale else num_calls * self._latency + num_bytes * self._seconds_per_byte
-
-    @property
-    def _is_stale(self) -> bool:
-        return self._clock() - self._seen_at > _FORGET_S
+    name: str
+    state: BreakerState
+    usage: Usage | None
+    num_stored: int
+    num_demoted: int
+    num_skipped: int
+    num_lost: int
+    num_loaded: int
+    num_slower: int
+    num_restored_tokens: int
+    failures: dict[str, int]
+    load_seconds: tuple[tuple[float, int], ...]
+    load_seconds_sum: float
 
 
-class Breaker:
-    """Open after a failure, for one second, then two, up to a minute; closed by the first success."""
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call; `started` is None while it waits for a thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._backoff_s = _FIRST_BACKOFF_S
-        self._open_until = float("-inf")
-        self.num_failures = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are refused now."""
-        return self._clock() < self._open_until
-
-    def failed(self) -> None:
-        """Refuse calls for a while."""
-        self.num_failures += 1
-        self._open_until = self._clock() + self._backoff_s
-        self._backoff_s = min(_LAST_BACKOFF_S, 2 * self._backoff_s)
-
-    def succeeded(self) -> None:
-        """Trust the tier again."""
-        self._backoff_s = _FIRST_BACKOFF_S
+    started: float | None = None
 
 
 class Lane:
@@ -88,51 +127,203 @@ class Lane:
 
     Args:
         tier: where records are.
+        name: how it is called in reports; the tier's own name by default.
         num_threads: calls under way at once.
-        timeout_s: a call that takes longer counts as a failure; its thread stays occupied until the tier returns.
+        timeout_s: a call that takes longer counts as a failure; while it goes on, the lane is out.
+        clock: seconds, for speed and breaker.
     """
 
-    def __init__(self, tier: Tier, *, num_threads: int = 2, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        name: str | None = None,
+        num_threads: int = 2,
+        timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.tier = tier
+        self.name = name or tier.name
         self.timeout_s = timeout_s
-        self.speed = Speed()
-        self.breaker = Breaker()
-        self._idle = threading.Semaphore(num_threads)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"pagoda-{tier.name}")
+        self.lookup_speed = Speed(clock)
+        self.load_speed = Speed(clock)
+        self.breaker = Breaker(clock)
+        self.tally = Tally()
+        self._clock = clock
+        self._workers = Workers(num_threads, f"pagoda-{self.name}")
+        self._running: set[_Call] = set()
+        self._lock = threading.Lock()
+        self._load_buckets = [0] * len(_LOAD_BUCKETS_S)
+        self._load_seconds = 0.0
+        self._usage: Usage | None = None
+        self._asking_usage = self._ask_usage()
 
     @property
-    def name(self) -> str:
-        """The tier's name."""
-        return self.tier.name
+    def state(self) -> BreakerState:
+        """Open too while a call hangs."""
+        return BreakerState.OPEN if self._is_hung else self.breaker.state
 
-    def call(self, work: Callable[[Tier], T], num_bytes: Callable[[T], int] = lambda result: 0) -> T:
-        """Run `work` on one of the lane's threads and wait for it.
+    @property
+    def is_available(self) -> bool:
+        """Whether a call may be tried now."""
+        return self.state is not BreakerState.OPEN
 
-        Raises:
-            TierUnavailable: the breaker is open, every thread hangs, the tier failed, or the time ran out.
-        """
-        if self.breaker.is_open:
-            raise TierUnavailable(f"the {self.name} tier is taken out after {self.breaker.num_failures} failures")
-        started = time.monotonic()
-        if not self._idle.acquire(timeout=self.timeout_s):
-            self.breaker.failed()
-            raise TierUnavailable(f"all threads of the {self.name} tier are busy")
-        future: Future[T] = self._threads.submit(work, self.tier)
-        future.add_done_callback(lambda _: self._idle.release())
-        try:
-            result = future.result(timeout=self.timeout_s)
-        except FutureTimeout:
-            self.breaker.failed()
-            raise TierUnavailable(f"the {self.name} tier did not answer in {self.timeout_s:g} s") from None
-        except (TierError, OSError) as error:
-            self.breaker.failed()
-            raise TierUnavailable(f"the {self.name} tier failed: {error}") from error
+    @property
+    def _is_hung(self) -> bool:
+        with self._lock:
+            oldest = min((call.started for call in self._running if call.started is not None), default=None)
+        return oldest is not None and self._clock() - oldest > self.timeout_s
+
+    # -- what is asked of the tier; all raise TierUnavailable ---------------------------------------------------------
+
+    def lookup(self, ids: Sequence[RecordId], given_up: threading.Event) -> list[LookupResult]:
+        """Which records are there."""
+        results = self._call(lambda tier: tier.lookup(ids), given_up, self.lookup_speed, 0)
         self.breaker.succeeded()
-        self.speed.note(num_bytes(result), time.monotonic() - started)
+        return results
+
+    def load(self, targets: Sequence[Target], given_up: threading.Event) -> list[GetResult]:
+        """Read records. If none could be read, and not for being absent, that is a failure of the tier."""
+        num_bytes = sum(readable(target.buffer).size for target in targets)
+        results = self._call(lambda tier: tier.get_into(targets), given_up, self.load_speed, num_bytes)
+        self.tally.add("loaded", self._note(results))
+        return results
+
+    def store(self, ids: Sequence[RecordId], payloads: ByteRows) -> tuple[int, int]:
+        """Put the records that are not there yet; returns how many were stored, and how many to try again later."""
+
+        def work(tier: Tier) -> list[PutResult]:
+            new = [i for i, found in enumerate(tier.lookup(ids)) if isinstance(found, Missing)]
+            return tier.put([Record(ids[i], payloads[i]) for i in new]) if new else []
+
+        results = self._call(work, threading.Event())
+        return self._note(results), sum(isinstance(result, Failed) for result in results)
+
+    def _note(self, results: Sequence[GetResult | PutResult]) -> int:
+        """Count outcomes and feed the breaker; returns how many were good."""
+        good = 0
+        for result in results:
+            match result:
+                case Stored() | Found():
+                    good += 1
+                case Failed():
+                    self.tally.add("failure_failed")
+                case Corrupt(why):
+                    self.tally.add(f"failure_corrupt_{why}")
+                case Missing():
+                    self.tally.add("failure_missing")
+                case _:
+                    self.tally.add(f"failure_rejected_{result.reason.value}")
+        if results and all(isinstance(result, Failed | Corrupt) for result in results):
+            self.breaker.failed()
+        else:
+            self.breaker.succeeded()
+        return good
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        work: Callable[[Tier], T],
+        given_up: threading.Event,
+        speed: Speed | None = None,
+        num_bytes: int = 0,
+    ) -> T:
+        """Run `work` on one of the lane's threads and wait for it, until `given_up`, which is nobody's failure.
+
+        What came back is the caller's to judge: it tells the breaker.
+        """
+        if self._is_hung or not self.breaker.admit():
+            raise TierUnavailable(f"the {self.name} tier is taken out for a while")
+        call = _Call()
+        future = self._workers.submit(lambda: self._timed(call, work, speed, num_bytes))
+        deadline = self._clock() + self.timeout_s
+        while not future.done():
+            wait([future], timeout=_GLANCE_S)
+            if future.done():
+                break
+            if given_up.is_set():
+                future.cancel()
+                self.breaker.abandoned()
+                if speed is not None and call.started is not None:
+                    speed.note_at_least(num_bytes, self._clock() - call.started)
+                raise TierUnavailable(f"the {self.name} tier was not waited for")
+            if self._clock() > deadline:
+                future.cancel()
+                self._fail("timeout")
+                raise TierUnavailable(f"the {self.name} tier did not answer in {self.timeout_s:g} s")
+        try:
+            return future.result()
+        except (TierError, OSError) as error:
+            self._fail("unavailable")
+            raise TierUnavailable(f"the {self.name} tier failed: {error}") from error
+        except Exception as error:
+            logger.exception("the %s tier raised what no tier may raise", self.name)
+            self._fail("unavailable")
+            raise TierUnavailable(f"the {self.name} tier failed: {error!r}") from error
+
+    def _fail(self, reason: str) -> None:
+        self.breaker.failed()
+        self.tally.add(f"failure_{reason}")
+
+    def _timed(self, call: _Call, work: Callable[[Tier], T], speed: Speed | None, num_bytes: int) -> T:
+        """On a lane's thread: what a call takes is learned even if nobody waits for it any more."""
+        started = call.started = self._clock()
+        with self._lock:
+            self._running.add(call)
+        try:
+            result = work(self.tier)
+        finally:
+            with self._lock:
+                self._running.remove(call)
+        seconds = self._clock() - started
+        if speed is not None:
+            speed.note(num_bytes, seconds)
+        if num_bytes:
+            with self._lock:
+                self._load_buckets[bisect_left(_LOAD_BUCKETS_S, seconds)] += 1
+                self._load_seconds += seconds
         return result
 
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def _ask_usage(self) -> Future[None]:
+        def ask(tier: Tier) -> None:
+            self._usage = tier.usage()
+
+        return self._workers.submit(lambda: self._timed(_Call(), ask, None, 0))
+
+    def report(self) -> LaneReport:
+        """The tier's figures. Waits for nothing: usage is what the tier said when last asked, and it is asked anew."""
+        if self._asking_usage.done() and self.is_available:
+            self._asking_usage = self._ask_usage()
+        counts = self.tally.snapshot()
+        with self._lock:
+            buckets = tuple(zip(_LOAD_BUCKETS_S, self._load_buckets, strict=True))
+            seconds = self._load_seconds
+        return LaneReport(
+            name=self.name,
+            state=self.state,
+            usage=self._usage,
+            num_stored=counts.get("stored", 0),
+            num_demoted=counts.get("demoted", 0),
+            num_skipped=counts.get("skipped", 0),
+            num_lost=counts.get("lost", 0),
+            num_loaded=counts.get("loaded", 0),
+            num_slower=counts.get("slower", 0),
+            num_restored_tokens=counts.get("restored_tokens", 0),
+            failures={
+                name.removeprefix("failure_"): count for name, count in counts.items() if name.startswith("failure_")
+            },
+            load_seconds=buckets,
+            load_seconds_sum=seconds,
+        )
+
     def close(self) -> None:
-        """Close the tier, unless a hung call keeps it; no thread is waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if not self.breaker.is_open:
-            self.tier.close()
+        """Close the tier, waiting for it a moment; one that hangs is left to the end of the process."""
+        self._workers.close()
+        closing = threading.Thread(target=self.tier.close, name=f"pagoda-close-{self.name}", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            logger.warning("the %s tier hangs and was not closed", self.name)

@@ -1,0 +1,289 @@
+"""The hierarchy alone: what is written where, what comes back in which pieces, and what is not worth loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pagoda.kv import hierarchy as hierarchy_module
+from pagoda.kv.hierarchy import Fetch, Hierarchy, WritePolicy
+from pagoda.kv.keys import BlockKey
+from pagoda.kv.tiers.base import Tier
+from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
+from pagoda.kv.tiers.records import Found, Record, RecordId
+
+BYTES = 64
+THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
+FOREVER = 1000.0
+
+
+def block_ids(count: int, num_groups: int = 1) -> list[list[RecordId]]:
+    return [[RecordId(BlockKey(i.to_bytes(32, "big")), group) for group in range(num_groups)] for i in range(count)]
+
+
+def ids(count: int) -> list[RecordId]:
+    return [record for [record] in block_ids(count)]
+
+
+def payloads(count: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, (count, BYTES), dtype=np.uint8)
+
+
+def filled(count: int, first: int = 0) -> MemoryTier:
+    tier = MemoryTier(1 << 20)
+    tier.put([Record(id, data) for id, data in list(zip(ids(count), payloads(count), strict=True))[first:]])
+    return tier
+
+
+def has(tier: Tier, count: int) -> int:
+    return sum(isinstance(found, Found) for found in tier.lookup(ids(count)))
+
+
+def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
+
+
+def arrived(fetch: Fetch) -> list[np.ndarray]:
+    """The payloads of each piece of a fetch, once it is over."""
+    assert fetch.done.wait(5)
+    pieces = []
+    while not fetch.pieces.empty():
+        pieces.append(fetch.pieces.get().payloads[:, 0])
+    return pieces
+
+
+def assert_came(fetch: Fetch, count: int, of: int) -> None:
+    pieces = arrived(fetch)
+    got = np.concatenate(pieces) if pieces else np.empty((0, BYTES), dtype=np.uint8)
+    assert np.array_equal(got, payloads(of)[:count])
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    faults = Faults()
+    yield faults
+    faults.running.set()
+
+
+def make(*tiers: tuple[Tier, WritePolicy], num_groups: int = 1, timeout_s: float = 10.0) -> Hierarchy:
+    return Hierarchy(tiers, block_bytes=BYTES, num_groups=num_groups, timeout_s=timeout_s)
+
+
+# -- down --------------------------------------------------------------------------------------------------------------
+
+
+def test_each_policy_writes_its_own_tiers() -> None:
+    back, through = MemoryTier(1 << 20), MemoryTier(1 << 20)
+    tiers = make((back, BACK), (through, THROUGH))
+    tiers.write(THROUGH, ids(3), payloads(3))
+    assert tiers.flush(5)
+    assert (has(back, 3), has(through, 3)) == (0, 3)
+    tiers.write(BACK, ids(2), payloads(2))
+    assert tiers.flush(5)
+    assert has(back, 3) == 2
+    first, second = tiers.reports()
+    assert (first.name, first.num_demoted, first.num_stored) == ("memory", 2, 0)
+    assert (second.name, second.num_demoted, second.num_stored) == ("memory-2", 0, 3)
+
+
+def test_no_write_waits_for_a_tier(faults: Faults) -> None:
+    slow, fine = FaultyTier(MemoryTier(1 << 20), faults), MemoryTier(1 << 20)
+    tiers = make((slow, THROUGH), (fine, THROUGH))
+    faults.hang()
+    started = time.monotonic()
+    for _ in range(3):
+        tiers.write(THROUGH, ids(5), payloads(5))
+    assert time.monotonic() - started < 0.5
+    until(lambda: has(fine, 5) == 5)  # the hung one holds up its own queue only
+
+
+def test_a_full_queue_skips_and_counts_for_each_tier(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy_module, "_QUEUE_BYTES", 4 * BYTES)
+    fine = MemoryTier(1 << 20)
+    tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH), (fine, THROUGH))
+    faults.hang()
+    assert tiers.room(THROUGH, 3) == 3
+    tiers.write(THROUGH, ids(3), payloads(3))
+    until(lambda: has(fine, 3) == 3 and tiers.room(THROUGH, 9) == 4)
+    assert tiers.room(BACK, 5) == 0  # no such tier: nothing to export
+    tiers.write(THROUGH, ids(9)[5:], payloads(4))
+    until(lambda: tiers.reports()[1].num_stored == 7)
+    slow, _ = tiers.reports()
+    assert slow.num_skipped >= 3 + 5  # of four, one fits; and five never were exported
+
+
+def test_what_failed_is_tried_again(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.05)
+    inner = MemoryTier(1 << 20)
+    tiers = make((FaultyTier(inner, faults), THROUGH))
+    faults.unavailable = True
+    tiers.write(THROUGH, ids(3), payloads(3))
+    until(lambda: not tiers.is_available)
+    faults.unavailable = False
+    until(lambda: has(inner, 3) == 3)
+    until(lambda: tiers.flush(1))
+    assert tiers.reports()[0].num_lost == 0
+
+
+def test_single_records_that_failed_are_tried_again(faults: Faults) -> None:
+    inner = MemoryTier(1 << 20)
+    tiers = make((FaultyTier(inner, faults), THROUGH))
+    faults.failing = 0.3
+    tiers.write(THROUGH, ids(50), payloads(50))
+    until(lambda: tiers.flush(1))
+    [report] = tiers.reports()
+    assert report.failures["failed"] > 5
+    assert has(inner, 50) == report.num_stored > 45
+
+
+def test_what_fails_three_times_is_lost_and_counted(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
+    tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH))
+    faults.failing = 1.0
+    tiers.write(THROUGH, ids(3), payloads(3))
+    until(lambda: tiers.reports()[0].num_lost == 3)
+    assert tiers.reports()[0].failures == {"failed": 9}
+
+
+def test_closing_waits_for_what_is_queued_but_for_no_hung_tier(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.transfer._CLOSE_S", 0.05)
+    inner, fine = MemoryTier(1 << 20), MemoryTier(1 << 20)
+    tiers = make((FaultyTier(inner, faults), THROUGH), (fine, THROUGH))
+    faults.delay_s = 0.05
+    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.close(5)
+    assert tiers.reports()[0].num_stored == 3
+    faults.delay_s = 0
+    faults.hang()
+    tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH))
+    tiers.write(THROUGH, ids(3), payloads(3))
+    fetch = tiers.fetch(block_ids(3), FOREVER, FOREVER)
+    started = time.monotonic()
+    tiers.close(0.2)
+    assert time.monotonic() - started < 1.0
+    fetch.cancelled.set()
+    assert fetch.done.wait(1)
+
+
+# -- up ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_brings_the_longest_run_in_small_pieces_first() -> None:
+    tiers = make((filled(100), BACK))
+    fetch = tiers.fetch(block_ids(120), FOREVER, FOREVER)
+    pieces = arrived(fetch)
+    assert [len(piece) for piece in pieces] == [5, 10, 20, 40, 25]
+    assert np.array_equal(np.concatenate(pieces), payloads(100))
+
+
+def test_tiers_complete_each_other_and_the_first_wins() -> None:
+    first, second = filled(10), filled(30, first=5)
+    tiers = make((first, BACK), (second, THROUGH))
+    assert_came(tiers.fetch(block_ids(40), FOREVER, FOREVER), 30, of=30)
+    assert [report.num_loaded for report in tiers.reports()] == [10, 20]
+
+
+def test_a_block_counts_only_with_all_its_groups() -> None:
+    tier = MemoryTier(1 << 20)
+    data = payloads(1)[0]
+    blocks = block_ids(4, num_groups=2)
+    tier.put([Record(record, data) for block in blocks[:3] for record in block])
+    tier.put([Record(blocks[3][0], data)])
+    fetch = make((tier, BACK), num_groups=2).fetch(blocks, FOREVER, FOREVER)
+    assert fetch.done.wait(5)
+    assert sum(len(fetch.pieces.get().payloads) for _ in range(fetch.pieces.qsize())) == 3
+
+
+def test_a_damaged_record_ends_the_run_before_it(faults: Faults) -> None:
+    inner = filled(20)
+    tiers = make((FaultyTier(inner, faults), BACK))
+    faults.corrupting = 1.0
+    assert_came(tiers.fetch(block_ids(20), FOREVER, FOREVER), 0, of=20)
+    assert tiers.reports()[0].failures == {"corrupt_injected": 1}
+    assert not tiers.is_available
+
+
+def test_a_record_of_another_size_is_no_hit() -> None:
+    tier = MemoryTier(1 << 20)
+    tier.put([Record(ids(1)[0], b"short")])
+    assert_came(make((tier, BACK)).fetch(block_ids(1), FOREVER, FOREVER), 0, of=1)
+
+
+def test_a_tier_that_is_out_is_passed_over(faults: Faults) -> None:
+    tiers = make((FaultyTier(filled(5), faults), BACK), (filled(5), THROUGH))
+    faults.unavailable = True
+    for _ in range(3):
+        assert_came(tiers.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
+    first, second = tiers.reports()
+    assert first.failures == {"unavailable": 1}
+    assert second.num_loaded == 15
+
+
+def test_a_load_predicted_to_be_slower_is_not_started() -> None:
+    tiers = make((filled(20), BACK))
+    [lane] = tiers.lanes
+    lane.load_speed.note(BYTES, 1.0)
+    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
+    assert tiers.reports()[0].num_slower == 20
+    assert_came(tiers.fetch(block_ids(20), recompute_s=FOREVER, patience_s=0.05 * FOREVER), 20, of=20)
+
+
+def test_only_the_part_that_is_cheaper_is_loaded() -> None:
+    tiers = make((filled(10), BACK), (filled(20), THROUGH))
+    tiers.lanes[1].load_speed.note(BYTES, 100.0)
+    assert_came(tiers.fetch(block_ids(20), recompute_s=20.0, patience_s=1.0), 10, of=20)
+    assert [report.num_slower for report in tiers.reports()] == [0, 10]
+
+
+def test_a_tier_that_answers_later_than_patience_lasts_is_not_asked() -> None:
+    tiers = make((filled(20), BACK))
+    tiers.lanes[0].lookup_speed.note(0, 0.2)
+    started = time.monotonic()
+    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
+    assert time.monotonic() - started < 0.1
+    assert tiers.reports()[0].num_slower == 20
+
+
+def test_a_fetch_that_is_given_up_ends_and_teaches(faults: Faults) -> None:
+    tiers = make((FaultyTier(filled(20), faults), BACK))
+    faults.delay_s = 0.2
+    fetch = tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05)
+    time.sleep(0.06)
+    fetch.cancelled.set()
+    assert fetch.done.wait(0.15)
+    assert fetch.pieces.empty()
+    assert tiers.lanes[0].lookup_speed.predict_s(0, 1) > 0.05
+    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
+    assert tiers.reports()[0].num_slower == 20
+
+
+def test_hung_fetches_use_a_bounded_number_of_threads_and_others_get_their_turn(faults: Faults) -> None:
+    tiers = make((FaultyTier(filled(5), faults), BACK), timeout_s=0.2)
+    faults.hang()
+    before = threading.active_count()
+    fetches = [tiers.fetch(block_ids(5), FOREVER, FOREVER) for _ in range(50)]
+    assert threading.active_count() == before
+    assert all(fetch.done.wait(5) for fetch in fetches)  # the first time out, the others find the tier taken out
+    faults.running.set()
+    until(lambda: tiers.lanes[0].is_available)
+    assert_came(tiers.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
+
+
+def test_reports_wait_for_no_tier(faults: Faults) -> None:
+    class Stuck(MemoryTier):
+        def _usage(self) -> object:  # type: ignore[override]
+            return faults.running.wait()
+
+    faults.hang()
+    tiers = make((Stuck(100), BACK))
+    started = time.monotonic()
+    [report] = tiers.reports()
+    assert time.monotonic() - started < 0.2
+    assert report.usage is None
