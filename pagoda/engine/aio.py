@@ -19,10 +19,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.outputs import EngineObserver, RequestOutput
+from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
+from pagoda.kv.observe import Explanation
+from pagoda.kv.tiered import TieredCache
 from pagoda.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -87,9 +89,19 @@ class AsyncEngine:
         """The state after the last step; does not wait for the engine."""
         return self._stats
 
+    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
+        """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
+        owner, explanation = self._core.explanations.get(request_id, (None, None))
+        return explanation if owner == namespace else None
+
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell `observer` of every step and request from now on, on the engine's thread."""
         self._core.observers.append(observer)
+
+    def tiers(self) -> Sequence[TierReport]:
+        """The figures of each tier below the device, fastest first. Waits for none."""
+        cache = self._core.cache
+        return cache.hierarchy.reports() if isinstance(cache, TieredCache) else []
 
     async def start(self) -> None:
         """Start the engine's thread."""

@@ -8,6 +8,7 @@ add ──> Scheduler.schedule ──> Runner.execute ──> sample ──> KVC
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -32,12 +33,14 @@ from pagoda.engine.text import OutputText
 from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
+from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import as_tokens
 from pagoda.model.sampler import SampledToken, SamplerState, sample
 from pagoda.model.tokenizer import TextStream, Tokenizer
 
 _RESTORE_WAIT_S = 0.002
 _MIN_TOKENS_TO_TIME = 64
+_MAX_EXPLANATIONS = 1024
 
 
 class EngineCore:
@@ -66,6 +69,7 @@ class EngineCore:
         self.cache = cache
         self.max_model_len = max_model_len
         self.observers: list[EngineObserver] = []
+        self.explanations: OrderedDict[str, tuple[str, Explanation]] = OrderedDict()  # of the last requests
         self._runner = runner
         self._tokenizer = tokenizer
         self._config = config
@@ -228,8 +232,15 @@ class EngineCore:
                 request.admitted_at = time.perf_counter()
                 request.num_hit_tokens = rows.sample.running_lease.num_hit_tokens
                 self.cache.note_hit(rows.sample.running_lease)
+                self._remember(request)
                 for observer in self.observers:
                     observer.on_admitted(int(request.prompt.size), request.num_hit_tokens)
+
+    def _remember(self, request: Request) -> None:
+        assert request.explanation is not None, "the scheduler asks before it starts a request"
+        self.explanations[request.request_id] = request.scope.namespace, request.explanation
+        while len(self.explanations) > _MAX_EXPLANATIONS:
+            self.explanations.popitem(last=False)
 
     def _sample(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
         """Choose the next tokens, forking the requests that just finished their prompt into `n` samples."""
@@ -302,7 +313,9 @@ class EngineCore:
             stats = _request_stats(request)
             for observer in self.observers:
                 observer.on_finished(stats)
-        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes))
+        return RequestOutput(
+            request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes), request.explanation
+        )
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now and let go of all blocks."""

@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from pagoda.engine.params import LeaseSpec
+from pagoda.kv.observe import Explanation as Explanation
+from pagoda.kv.transfer import TierReport as TierReport
 
 
 class FinishReason(StrEnum):
@@ -65,7 +67,7 @@ class RequestOutput:
     """One step's news of one request. `finished` is true exactly once, on the last.
 
     `leases` answers the request's LeaseSpecs, in order of their ends, as far as its prompt is computed: all of them,
-    when there is any output token.
+    when there is any output token. `explanation` says why the prompt did not hit further.
     """
 
     request_id: str
@@ -73,6 +75,7 @@ class RequestOutput:
     usage: Usage
     finished: bool
     leases: tuple[LeaseOutcome, ...] = ()
+    explanation: Explanation | None = None
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from pagoda.engine.text import OutputText
 from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray
 from pagoda.model.sampler import SamplerState
 
@@ -100,6 +101,7 @@ class Request:
         outcomes: what became of the first of them.
         samples: one until the prompt is computed, then `params.n`.
         num_hit_tokens: prompt tokens found in the cache when the request first ran.
+        explanation: why not more were found.
     """
 
     request_id: str
@@ -112,6 +114,7 @@ class Request:
     outcomes: list[LeaseOutcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     num_hit_tokens: int = 0
+    explanation: Explanation | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None

@@ -139,6 +139,8 @@ class Scheduler:
 
     def _start(self, sample: Sample, budget: int, plan: dict[Sample, int]) -> int:
         """Give a waiting sample a lease and room for its first tokens; returns how many, 0 if there is no room."""
+        if sample.request.explanation is None:  # asked before room is made for it, which may evict what it is about
+            sample.request.explanation = self._cache.misses.explain(sample.tokens.view, sample.request.scope)
         sample.lease = self._cache.acquire(sample.tokens.view, sample.request.scope)
         count = min(sample.num_uncomputed, budget)
         try:

@@ -112,6 +112,24 @@ class RadixTree:
                     length, fits = (first + int(holes[0])) * size, False
         return length
 
+    def continuation(self, tokens: TokenArray, scope: Scope, count: int) -> TokenArray:
+        """Up to `count` tokens that the tree has where it parts from `tokens`; empty where it ends."""
+        node: Node | None = self._roots.get(scope)
+        done = 0
+        while node is not None:
+            rest = tokens[done:]
+            child, shared = self._step(node, rest) if rest.size else (None, 0)
+            if child is None:
+                child, shared = next(iter(reversed(node.children.values())), None), 0
+            if child is None or shared < child.tokens.size:
+                break
+            node, done = child, done + shared
+        return np.empty(0, dtype=np.int32) if node is None or child is None else child.tokens[shared : shared + count]
+
+    def scopes(self) -> Iterator[Scope]:
+        """Every scope that has a prefix, the newest first."""
+        return iter(reversed(self._roots))
+
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def touch(self, match: Match) -> Match:

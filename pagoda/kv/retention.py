@@ -102,6 +102,7 @@ class Retention:
         limit_blocks: most blocks under lease; whoever knows how much requests need sets it. None at first.
         owner_limit_blocks: most of them charged to one owner.
         num_refused: leases refused since the start.
+        lapsed_at: of each block, when the last of its leases ran out; 0 if it has one, or had none.
     """
 
     def __init__(self, pins: Pins, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,6 +118,7 @@ class Retention:
         self._usage: Counter[str] = Counter()
         self._num_leases = np.zeros(pins.num_blocks, dtype=np.int32)  # of each block
         self._payer = np.zeros(pins.num_blocks, dtype=np.int64)  # of each block, the lease it is charged to
+        self.lapsed_at = np.zeros(pins.num_blocks, dtype=np.float64)
         self._is_anchor = np.zeros(pins.num_blocks, dtype=np.bool_)
 
     @property
@@ -172,6 +174,7 @@ class Retention:
         self._by_anchor.setdefault(pinned.anchor, []).append(lease)
         self._is_anchor[pinned.anchor] = True
         self._num_leases[at] += 1
+        self.lapsed_at[at] = 0
         self._charge(lease, new)
         return lease
 
@@ -209,6 +212,8 @@ class Retention:
             lease = self._leases.get(serial)
             if lease is not None and lease.expires_at <= now:
                 self.release(lease)
+                at = lease.pinned.blocks.astype(np.intp)
+                self.lapsed_at[at[self._num_leases[at] == 0]] = now
             elif (
                 lease is not None and lease.ttl_s is not None
             ):  # it was refreshed; moving it in the heap at every hit would cost more

@@ -15,8 +15,10 @@ from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys
 from pagoda.server.backend import Backend
 from pagoda.server.errors import HttpError, install_handlers
+from pagoda.server.explain import explain_router
 from pagoda.server.metrics import Metrics
 from pagoda.server.openai import Served, openai_router
+from pagoda.server.tier_metrics import health_of
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -87,7 +89,8 @@ def create_app(
     app.state.lifecycle = lifecycle
     install_handlers(app)
     served = Served(engine, tuple(served_model_names) or (engine.model_name,))
-    for router in (openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes)):
+    routers = openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes), explain_router(engine)
+    for router in routers:
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
     app.include_router(_operations_router(engine, metrics))
     return app
@@ -105,6 +108,7 @@ def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:
             "requests_running": stats.num_running,
             "requests_waiting": stats.num_waiting,
             "kv_blocks_free": stats.num_free_blocks,
+            "tiers": health_of(engine.tiers()),
         }
         return JSONResponse(body, 200 if engine.is_healthy else 503)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from pagoda.engine.outputs import EngineObserver, RequestOutput
+from pagoda.engine.outputs import EngineObserver, Explanation, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
@@ -102,8 +102,14 @@ class Backend(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
 
+    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
+        """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
+
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell `observer` of every step and request from now on."""
 
     def stats(self) -> BackendStats:
         """A snapshot; does not wait for the engine."""
+
+    def tiers(self) -> Sequence[TierReport]:
+        """The figures of each tier below the device, fastest first; does not wait for any."""

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from pagoda.engine.outputs import FinishReason, RequestStats, StepStats
 from pagoda.server.backend import Backend
+from pagoda.server.tier_metrics import TierMetrics
 
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _STEP_S = (0.001, *_TOKEN_S)
@@ -25,6 +26,7 @@ class Metrics:
     def __init__(self, engine: Backend) -> None:
         registry = self.registry = CollectorRegistry()
         registry.register(_EngineGauges(engine))
+        registry.register(TierMetrics(engine.tiers))
 
         def counter(name: str, about: str) -> Counter:
             return Counter(f"pagoda_{name}", about, registry=registry)

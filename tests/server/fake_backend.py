@@ -16,11 +16,13 @@ from typing import Any
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
+    Explanation,
     FinishReason,
     LeaseOutcome,
     RequestOutput,
     RequestStats,
     StepStats,
+    TierReport,
     TokenLogprob,
     Usage,
 )
@@ -105,6 +107,7 @@ class FakeBackend:
         self.failure: Exception | None = None  # raised in the middle of streams
         self.refusal: str | None = None  # why no lease is granted
         self._prompts: dict[Scope, list[list[int]]] = {}
+        self.tier_reports: list[TierReport] = []
         self._observers: list[EngineObserver] = []
         self._draining = False
         self._kill = False
@@ -123,6 +126,12 @@ class FakeBackend:
 
     def add_observer(self, observer: EngineObserver) -> None:
         self._observers.append(observer)
+
+    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
+        return None
+
+    def tiers(self) -> list[TierReport]:
+        return self.tier_reports
 
     def stats(self) -> FakeStats:
         held = sum(self.live.values())

@@ -103,3 +103,73 @@ async def test_another_tenant_reads_nothing_of_it(folder: Path) -> None:
         other = (await ask(live, "first?", key="sk-b", control={"type": "ephemeral"})).usage
         assert other.cache_read_input_tokens == 0
         assert other.cache_creation_input_tokens > 0
+
+
+# -- why did it miss ---------------------------------------------------------------------------------------------------
+
+EXPLAIN = {"X-Pagoda-Explain": "1"}
+
+
+def chat(content: str) -> dict[str, Any]:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    return {"model": "tiny", "max_tokens": 2, "messages": messages}
+
+
+async def post(live: Live, path: str, body: dict[str, Any], key: str = "sk-a", **headers: str) -> dict[str, Any]:
+    answer = await live.http.post(path, json=body, headers={"x-api-key": key, **EXPLAIN, **headers})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def test_each_cause_is_told_in_the_answer_and_later(folder: Path) -> None:
+    async with serve(folder) as live:
+        new = await post(live, "/v1/chat/completions", chat("At dawn?"))
+        assert new["pagoda"]["explain"]["reason"] == "never_seen"
+        other = await post(live, "/v1/chat/completions", chat("At dusk?"))
+        told = other["pagoda"]["explain"]
+        assert told["reason"] == "diverged"
+        assert told["hit_tokens"] == other["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        assert told["text_before"].endswith("At ")
+        assert (told["text_asked"][:2], told["text_cached"][:2]) == ("du", "da")
+        assert "pagoda" not in await post(live, "/v1/chat/completions", chat("At noon?"), **{"X-Pagoda-Explain": "0"})
+        await flood(live)
+        gone = await post(live, "/v1/chat/completions", chat("At dawn?"))
+        assert gone["pagoda"]["explain"]["reason"] == "evicted"
+        assert gone["pagoda"]["explain"]["eviction"]["evicted_blocks"] >= 1
+
+        later = await live.http.get(f"/v1/kv/explain/{other['id']}", headers={"x-api-key": "sk-a"})
+        assert later.json() == {"id": other["id"], **told}
+        stranger = await live.http.get(f"/v1/kv/explain/{other['id']}", headers={"x-api-key": "sk-b"})
+        assert stranger.status_code == 404
+
+
+async def test_every_endpoint_explains(folder: Path) -> None:
+    async with serve(folder) as live:
+        message = await post(live, "/v1/messages", chat("At dawn?") | {"messages": chat("x")["messages"][1:]})
+        response = await post(live, "/v1/responses", {"input": "At dawn?", "max_output_tokens": 2})
+        pair = await post(live, "/v1/completions", {"prompt": ["At dawn", "The tide"], "max_tokens": 2})
+        assert message["pagoda"]["explain"]["prompt_tokens"] == message["usage"]["input_tokens"]
+        assert response["pagoda"]["explain"]["prompt_tokens"] == response["usage"]["input_tokens"]
+        assert [each["hit_tokens"] for each in pair["pagoda"]["explain"]] == [0, 0]
+        later = await live.http.get(f"/v1/kv/explain/{pair['id']}?prompt=1", headers={"x-api-key": "sk-a"})
+        assert later.json()["text_asked"].startswith("The tide")
+
+
+async def test_the_last_chunk_of_a_stream_explains(folder: Path) -> None:
+    async with serve(folder) as live:
+        stream = await live.client.chat.completions.create(
+            **chat("At dawn?"), stream=True, extra_headers={**EXPLAIN, "x-api-key": "sk-a"}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "pagoda" not in chunks[0].model_extra
+        assert chunks[-1].model_extra["pagoda"]["explain"]["reason"] == "never_seen"
+
+
+async def test_a_tenant_learns_nothing_of_anothers_prefix(folder: Path) -> None:
+    async with serve(folder) as live:
+        await post(live, "/v1/chat/completions", chat("At dawn?"), key="sk-a")
+        probe = await post(live, "/v1/chat/completions", chat("At dawn?"), key="sk-b")
+        assert probe["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        told = probe["pagoda"]["explain"]
+        assert (told["reason"], told["hit_tokens"]) == ("never_seen", 0)
+        assert not {"text_cached", "differs", "eviction"} & told.keys()

@@ -21,6 +21,7 @@ from pagoda.server.anthropic.errors import describe_error
 from pagoda.server.anthropic.schema import MessagesRequest, PromptFields, validate
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.explain import about_cache
 from pagoda.server.leases import lease_report
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.stream import NamedEventStream, merge, until_disconnect
@@ -28,7 +29,7 @@ from pagoda.server.stream import NamedEventStream, merge, until_disconnect
 
 @dataclass(frozen=True)
 class MessageJob:
-    """What to run. `num_breakpoints` counts those that asked for nothing, too."""
+    """What to run. `num_breakpoints` counts those that asked for nothing, too; `explainer` words why it missed."""
 
     id: str
     model: str
@@ -39,9 +40,10 @@ class MessageJob:
     stream: bool
     leases: tuple[LeaseSpec, ...]
     num_breakpoints: int
+    explainer: Tokenizer | None
 
 
-def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
+def prepare_message(served: Served, body: bytes, namespace: str, *, explains: bool) -> MessageJob:
     """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
 
     Raises:
@@ -64,6 +66,7 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
         stream=bool(request.stream),
         leases=place_leases(points, prompt, tokenizer),
         num_breakpoints=len(points),
+        explainer=tokenizer if explains else None,
     )
 
 
@@ -141,8 +144,11 @@ def _message(job: MessageJob, output: RequestOutput, content: list[dict[str, Any
         "stop_sequence": None,
         "usage": _usage(output),
     }
+    about = about_cache(output, job.explainer)
     if job.num_breakpoints:
-        message["pagoda"] = {"leases": _report(job, output.leases)}
+        about["leases"] = _report(job, output.leases)
+    if about:
+        message["pagoda"] = about
     return message
 
 

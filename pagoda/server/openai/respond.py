@@ -6,16 +6,27 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda import __version__
-from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput, TokenLogprob, Usage
+from pagoda.engine.outputs import (
+    Completion,
+    Delta,
+    Explanation,
+    FinishReason,
+    LeaseOutcome,
+    RequestOutput,
+    TokenLogprob,
+    Usage,
+)
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
+from pagoda.server.explain import explain_report, wants_explanation
 from pagoda.server.leases import lease_report
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
@@ -98,7 +109,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
         for index, prompt in enumerate(job.prompts)
     ]
     outputs = merge(streams)
-    frame = _Frame(served, job, wording)
+    frame = _Frame(served, job, wording, explains=wants_explanation(request))
     headers = {"x-request-id": job.id}
     if job.stream:
 
@@ -124,11 +135,14 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
 class _Frame:
     """The fields around the choices, and the usage. An EventEncoder."""
 
-    def __init__(self, served: Served, job: Job, wording: Wording) -> None:
+    def __init__(self, served: Served, job: Job, wording: Wording, *, explains: bool) -> None:
         self._job = job
         self._wording = wording
         self._usages: dict[int, Usage] = {}
         self._leases: dict[int, tuple[LeaseOutcome, ...]] = {}
+        self._explanations: dict[int, Explanation] = {}
+        self._explains = explains
+        self._tokenizer = served.engine.tokenizer
         self._num_finished = 0
         self._opened: set[int] = set()
         self._common = {
@@ -145,6 +159,8 @@ class _Frame:
         self._usages[prompt_index] = output.usage
         self._leases[prompt_index] = output.leases
         self._num_finished += output.finished
+        if self._explains and output.explanation is not None:
+            self._explanations[prompt_index] = output.explanation
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._wording.whole(choice, completion) for choice, completion in enumerate(completions)]
@@ -152,9 +168,17 @@ class _Frame:
         return {**whole, **self._pagoda()}
 
     def _pagoda(self) -> dict[str, Any]:
-        """The field that tells what became of leases, if any were asked for."""
-        leases = [outcome for index in sorted(self._leases) for outcome in self._leases[index]]
-        return {"pagoda": {"leases": lease_report(leases)}} if leases else {}
+        """The field that tells what became of leases and why prompts missed, each if asked for."""
+        about: dict[str, Any] = {}
+        if leases := [outcome for index in sorted(self._leases) for outcome in self._leases[index]]:
+            about["leases"] = lease_report(leases)
+        if self._explanations:
+            reports = [
+                explain_report(each, self._tokenizer)
+                for _, each in sorted(self._explanations.items(), key=itemgetter(0))
+            ]
+            about["explain"] = reports if len(self._job.prompts) > 1 else reports[0]
+        return {"pagoda": about} if about else {}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
         self.count(prompt_index, output)

@@ -18,10 +18,10 @@ from pydantic import Field
 from pagoda.engine.outputs import Completion, FinishReason, RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, RequestAborted
-from pagoda.server.backend import Scope
+from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.errors import HttpError, describe
-from pagoda.server.leases import lease_report
+from pagoda.server.explain import about_cache, wants_explanation
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
@@ -165,7 +165,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
             )
         ]
     )
-    answer = _Answer(job, store)
+    answer = _Answer(job, store, served.engine.tokenizer if wants_explanation(request) else None)
     headers = {"x-request-id": job.id}
     if job.request.stream:
 
@@ -185,9 +185,10 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
 class _Answer:
     """The response as it grows. An EventEncoder."""
 
-    def __init__(self, job: ResponseJob, store: ResponseStore) -> None:
+    def __init__(self, job: ResponseJob, store: ResponseStore, explainer: Tokenizer | None) -> None:
         self._job = job
         self._store = store
+        self._explainer = explainer
         self._completion = Completion(0)
         self._output: RequestOutput | None = None
         self._created = int(time.time())
@@ -236,8 +237,8 @@ class _Answer:
             "top_p": params.top_p,
             "usage": self._usage() if items else None,
         }
-        if items and self._output is not None and self._output.leases:
-            response["pagoda"] = {"leases": lease_report(self._output.leases)}
+        if items and self._output is not None and (about := about_cache(self._output, self._explainer)):
+            response["pagoda"] = about
         return response
 
     def _usage(self) -> dict[str, Any]:

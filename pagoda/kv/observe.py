@@ -1,0 +1,150 @@
+"""Why a prefix missed: what the tree held before, what it holds instead, and what was given up and when.
+
+    commit ──> a hash of everything up to each block      8 bytes a block, chained: parent's hash + the block's tokens
+    evict  ──> a ghost under that hash                    the last 65,536, oldest forgotten first
+    explain    the first missed block's hash ──> ghost?   else: another scope of the same tenant? a divergence? never seen
+
+Only the tree's own scopes of the asking tenant are looked at, and only its own tokens are shown. The hashes never decide a
+hit, so that a collision could at worst spoil an explanation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.kv.allocator import BlockIds
+from pagoda.kv.keys import Scope
+from pagoda.kv.radix import RadixTree
+from pagoda.kv.radix_node import TokenArray
+
+MAX_GHOSTS = 65_536
+MAX_SCOPES = 64
+CONTEXT_TOKENS = 16
+
+
+class MissReason(StrEnum):
+    """Why the first missed token missed."""
+
+    NONE = "none"  # all but the last token hit, which is always computed
+    EVICTED = "evicted"
+    LEASE_EXPIRED = "lease_expired"  # and evicted then
+    OTHER_SCOPE = "other_scope"  # the tenant has it under another cache_salt or adapter
+    DIVERGED = "diverged"
+    NEVER_SEEN = "never_seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """One call that made room, and under what pressure. Times are the cache's clock's; blocks are counts at the time."""
+
+    at: float
+    policy: str
+    num_evicted: int
+    num_held: int
+    num_leased: int
+    lease_expired_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How much of a prompt hit, and why not more.
+
+    Attributes:
+        eviction: of the first missed block, if it was evicted.
+        before, asked: tokens just before the first missed one, and from it on.
+        cached: what the cache has there instead, if it diverged.
+        differs: the scope's fields that differ, if another scope has it.
+    """
+
+    num_tokens: int
+    num_hit_tokens: int
+    reason: MissReason
+    eviction: Eviction | None = None
+    before: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    differs: tuple[str, ...] = ()
+
+
+class MissLog:
+    """Remembers what was where. Not thread-safe: the engine's thread owns it. Memory: 8 bytes a block, and the ghosts."""
+
+    def __init__(self, tree: RadixTree, num_blocks: int) -> None:
+        self._tree = tree
+        self._hashes: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._ghosts: OrderedDict[int, Eviction] = OrderedDict()
+
+    def on_commit(self, scope: Scope, after: int | None, tokens: TokenArray, blocks: BlockIds) -> None:
+        """Blocks `[num_groups, n]` came into the tree after another one; those that the tree had already may be among them."""
+        parent = hash(scope) if after is None else int(self._hashes[after])
+        size = self._tree.block_size
+        data = tokens.astype(np.int64, copy=False).tobytes()
+        hashes = []
+        for start in range(0, len(data), 8 * size):
+            hashes.append(parent := hash((parent, data[start : start + 8 * size])))
+        self._hashes[blocks] = hashes
+
+    def on_evict(self, ids: BlockIds, eviction: Eviction) -> None:
+        """Blocks left the tree."""
+        for ghost in self._hashes[ids].tolist():
+            self._ghosts[ghost] = eviction
+            self._ghosts.move_to_end(ghost)
+        while len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+
+    def explain(self, tokens: TokenArray, scope: Scope) -> Explanation:
+        """Why a lookup of `tokens` would find no more than it does. Mutates nothing."""
+        match = self._tree.match(tokens[:-1], scope)
+        known = match.num_tokens
+        before = _ids(tokens[max(0, known - CONTEXT_TOKENS) : known])
+        asked = _ids(tokens[known : known + CONTEXT_TOKENS])
+
+        def because(
+            reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = (), differs: str = ""
+        ) -> Explanation:
+            return Explanation(tokens.size, known, reason, eviction, before, asked, cached, tuple(differs.split()))
+
+        if known == tokens.size - 1:
+            return because(MissReason.NONE)
+        ghost = self._ghost(tokens, scope, known, match.blocks)
+        if ghost is not None:
+            expired = ghost.lease_expired_at is not None
+            return because(MissReason.LEASE_EXPIRED if expired else MissReason.EVICTED, ghost)
+        if differs := self._elsewhere(tokens, scope, known):
+            return because(MissReason.OTHER_SCOPE, differs=differs)
+        instead = self._tree.continuation(tokens[: known + self._tree.block_size], scope, CONTEXT_TOKENS)
+        if instead.size and instead[0] != tokens[known]:
+            return because(MissReason.DIVERGED, cached=_ids(instead))
+        return because(MissReason.NEVER_SEEN)
+
+    def _ghost(self, tokens: TokenArray, scope: Scope, known: int, blocks: BlockIds) -> Eviction | None:
+        """The eviction of the block with the first missed token, if this very block was there."""
+        size = self._tree.block_size
+        index = known // size
+        block = tokens[index * size : (index + 1) * size]
+        if block.size < size:
+            return None
+        # A hit has the block before its end in every group.
+        parent = int(self._hashes[blocks[0, index - 1]]) if index else hash(scope)
+        return self._ghosts.get(hash((parent, block.astype(np.int64, copy=False).tobytes())))
+
+    def _elsewhere(self, tokens: TokenArray, scope: Scope, known: int) -> str:
+        """The fields in which a scope of the same tenant differs that has at least a block more. Some scopes are asked."""
+        if not scope.namespace:  # without keys nobody is known to own both
+            return ""
+        for other in islice(self._tree.scopes(), MAX_SCOPES):
+            if other.namespace == scope.namespace and other != scope:
+                if self._tree.match(tokens[:-1], other).num_tokens >= known + self._tree.block_size:
+                    fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
+                    return " ".join(name for name, differs in fields.items() if differs)
+        return ""
+
+
+def _ids(tokens: TokenArray) -> tuple[int, ...]:
+    return tuple(tokens.tolist())

@@ -1,0 +1,79 @@
+"""`pagoda.explain` in responses, and /v1/kv/explain/{request id}: how much of a prompt hit, and why not more."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pagoda.engine.outputs import Explanation, RequestOutput
+from pagoda.server.backend import Backend, Tokenizer
+from pagoda.server.errors import HttpError
+from pagoda.server.leases import lease_report
+
+HEADER = "x-pagoda-explain"
+
+
+def wants_explanation(request: Request) -> bool:
+    """Whether a request asks why it missed."""
+    return request.headers.get(HEADER, "0") not in ("", "0", "false")
+
+
+def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, Any]:
+    """An explanation for its own tenant, with the texts around the first token that missed."""
+
+    def text(tokens: tuple[int, ...]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    report: dict[str, Any] = {
+        "prompt_tokens": explanation.num_tokens,
+        "hit_tokens": explanation.num_hit_tokens,
+        "reason": explanation.reason,
+        "text_before": text(explanation.before),
+        "text_asked": text(explanation.asked),
+    }
+    if explanation.cached:
+        report["text_cached"] = text(explanation.cached)
+    if explanation.differs:
+        report["differs"] = explanation.differs
+    if (eviction := explanation.eviction) is not None:
+        report["eviction"] = {
+            "policy": eviction.policy,
+            "seconds_ago": _age(eviction.at),
+            "evicted_blocks": eviction.num_evicted,
+            "held_blocks": eviction.num_held,
+            "leased_blocks": eviction.num_leased,
+        }
+        if eviction.lease_expired_at is not None:
+            report["eviction"]["lease_expired_seconds_ago"] = _age(eviction.lease_expired_at)
+    return report
+
+
+def about_cache(output: RequestOutput, explainer: Tokenizer | None) -> dict[str, Any]:
+    """The `pagoda` object of an answer to one prompt: its leases, and with an explainer why it missed."""
+    about: dict[str, Any] = {"leases": lease_report(output.leases)} if output.leases else {}
+    if explainer is not None and output.explanation is not None:
+        about["explain"] = explain_report(output.explanation, explainer)
+    return about
+
+
+def _age(at: float) -> float:
+    return round(time.monotonic() - at, 3)
+
+
+def explain_router(engine: Backend) -> APIRouter:
+    """The route, without its prefix. It expects the tenant in `request.state.namespace`."""
+    router = APIRouter()
+
+    @router.get("/kv/explain/{request_id}")
+    async def explain(request: Request, request_id: str, prompt: int = 0) -> Response:
+        # Ids in answers name all of a request's prompts; the engine's name one.
+        for name in (request_id, f"{request_id}-{prompt}"):
+            explanation = engine.explanation(name, request.state.namespace)
+            if explanation is not None:
+                return JSONResponse({"id": request_id, **explain_report(explanation, engine.tokenizer)})
+        raise HttpError(404, "not_found", f"Request {request_id[:200]!r} is not among your last ones on this server.")
+
+    return router
