@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import Found, RecordId, Target
-from pagoda.kv.transfer import ByteRows, Lane, LaneReport, Workers
+from pagoda.kv.transfer import ByteRows, Lane, TierReport, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Hierarchy:
         """Whether any tier can be asked now."""
         return any(lane.is_available for lane in self.lanes)
 
-    def reports(self) -> list[LaneReport]:
+    def reports(self) -> list[TierReport]:
         """The figures of each tier. Does not wait for any."""
         return [lane.report() for lane in self.lanes]
 

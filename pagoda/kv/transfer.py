@@ -92,7 +92,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneReport:
+class TierReport:
     """One tier at one moment. Counts are records since the start, unless their names say otherwise.
 
     `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
@@ -293,7 +293,7 @@ class Lane:
 
         return self._workers.submit(lambda: self._timed(_Call(), ask, None, 0))
 
-    def report(self) -> LaneReport:
+    def report(self) -> TierReport:
         """The tier's figures. Waits for nothing: usage is what the tier said when last asked, and it is asked anew."""
         if self._asking_usage.done() and self.is_available:
             self._asking_usage = self._ask_usage()
@@ -301,7 +301,7 @@ class Lane:
         with self._lock:
             buckets = tuple(zip(_LOAD_BUCKETS_S, self._load_buckets, strict=True))
             seconds = self._load_seconds
-        return LaneReport(
+        return TierReport(
             name=self.name,
             state=self.state,
             usage=self._usage,
