@@ -59,7 +59,7 @@ class GeneratePeer:
         output = self._model.generate(
             torch.tensor(prompts),
             attention_mask=torch.ones(len(prompts), len(first), dtype=torch.long),
-            past_key_values=self._prefix(prompts),
+            cache=self._prefix(prompts),
             max_new_tokens=max_tokens,
             stopping_criteria=transformers.StoppingCriteriaList([clock]),
             return_dict_in_generate=True,
@@ -81,7 +81,8 @@ class GeneratePeer:
             return transformers.DynamicCache(config=self._model.config)
         # One prompt takes the cache over; a batch needs its own copies.
         cache = self._cache if len(prompts) == 1 else copy.deepcopy(self._cache)
-        cache.crop(hit)
+        if surplus := cache.get_seq_length() - hit:
+            cache.crop(-surplus)
         if len(prompts) > 1:
             cache.batch_repeat_interleave(len(prompts))
         return cache
