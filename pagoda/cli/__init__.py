@@ -1,4 +1,4 @@
-"""The `pagoda` command: serve a model, chat with it, or generate from prompts.
+"""The `pagoda` command: serve a model, chat with it, generate from prompts, or look into tiers.
 
 Commands import the engine only once they run, so that `--help` and mistakes answer at once.
 """
@@ -16,6 +16,7 @@ from pagoda import __version__
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
 from pagoda.cli.serve import serve
+from pagoda.cli.tier import app as tier
 from pagoda.errors import PagodaError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(generate)
+app.add_typer(tier)
 
 
 def _print_version(wanted: bool) -> None:

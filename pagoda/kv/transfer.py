@@ -50,6 +50,7 @@ T = TypeVar("T")
 
 _GLANCE_S = 0.02
 _CLOSE_S = 2.0
+_USAGE_PAUSE = 20
 _LOAD_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
 
 ByteRows = npt.NDArray[np.uint8]
@@ -156,7 +157,9 @@ class Lane:
         self._load_buckets = [0] * len(_LOAD_BUCKETS_S)
         self._load_seconds = 0.0
         self._usage: Usage | None = None
-        self._asking_usage = self._ask_usage()
+        self._usage_worker = Workers(1, f"pagoda-usage-{self.name}")
+        self._usage_is_due_at = 0.0
+        self._asking_usage = self._usage_worker.submit(self._ask_usage)
 
     @property
     def state(self) -> BreakerState:
@@ -287,16 +290,17 @@ class Lane:
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def _ask_usage(self) -> Future[None]:
-        def ask(tier: Tier) -> None:
-            self._usage = tier.usage()
-
-        return self._workers.submit(lambda: self._timed(_Call(), ask, None, 0))
+    def _ask_usage(self) -> None:
+        """Some tiers count all their records for this: the longer that takes, the more seldom they are asked."""
+        started = time.monotonic()
+        self._usage = self.tier.usage()
+        now = time.monotonic()
+        self._usage_is_due_at = now + _USAGE_PAUSE * (now - started)
 
     def report(self) -> TierReport:
         """The tier's figures. Waits for nothing: usage is what the tier said when last asked, and it is asked anew."""
-        if self._asking_usage.done() and self.is_available:
-            self._asking_usage = self._ask_usage()
+        if self._asking_usage.done() and self.is_available and time.monotonic() >= self._usage_is_due_at:
+            self._asking_usage = self._usage_worker.submit(self._ask_usage)
         counts = self.tally.snapshot()
         with self._lock:
             buckets = tuple(zip(_LOAD_BUCKETS_S, self._load_buckets, strict=True))
@@ -322,6 +326,7 @@ class Lane:
     def close(self) -> None:
         """Close the tier, waiting for it a moment; one that hangs is left to the end of the process."""
         self._workers.close()
+        self._usage_worker.close()
         closing = threading.Thread(target=self.tier.close, name=f"pagoda-close-{self.name}", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)

@@ -22,6 +22,13 @@ from pagoda import Engine, SamplingParams
 from tests.model import models, tokenizers_made_here
 
 ROOT = Path(__file__).parents[2]
+# A model as tiny as this one computes faster than a busy machine restores: let the server believe that it is slow.
+PROGRAM = """
+from pagoda.engine import scheduler
+scheduler._FIRST_GUESS_S_PER_TOKEN = 1.0
+from pagoda.cli import main
+main()
+"""
 PROMPTS = [
     f"Ledger {n}: the harbour master counts the boats at dawn and at dusk, {n} days in a row, and writes down "
     "the tide, the wind and the name of every captain who paid." * 2
@@ -65,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(model: Path, disk: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "pagoda.cli", "serve", str(model), "--port", "0", "--dtype", "float32"]
+    command = [sys.executable, "-c", PROGRAM, "serve", str(model), "--port", "0", "--dtype", "float32"]
     command += ["--kv-memory", "1MiB", "--log-level", "warning", "--tier", f"disk:{disk}:64MiB"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
