@@ -130,6 +130,7 @@ def test_a_server_that_is_started_again_is_warm(model: Path, tmp_path: Path) -> 
         assert "Traceback" not in "".join(server.printed)
 
 
+@pytest.mark.slow
 def test_killed_in_traffic_it_comes_back_warm_and_right(model: Path, tmp_path: Path) -> None:
     engine = Engine(str(model), dtype="float32", kv_memory="1MiB", progress=False)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
