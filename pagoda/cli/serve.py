@@ -80,6 +80,15 @@ def serve(
             envvar="PAGODA_API_KEY", show_envvar=True, help="Key that clients must send.", rich_help_panel=_ACCESS
         ),
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGODA_ADMIN_KEY",
+            show_envvar=True,
+            help="Key of the operator's routes: usage by tenant, pins, clearing the cache.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +122,7 @@ def serve(
 
         names = tuple(served_model_name or (engine.model_name,))
         _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
-        app = create_app(options.as_async(engine), api_keys=keys, served_model_names=names)
+        app = create_app(options.as_async(engine), api_keys=keys, admin_key=admin_key, served_model_names=names)
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,7 +17,9 @@ import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
+from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
@@ -27,6 +29,7 @@ from pagoda.kv.observe import Explanation
 from pagoda.kv.tiered import TieredCache
 from pagoda.model.tokenizer import Tokenizer
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Inbox = queue.SimpleQueue[Callable[[], None] | None]
@@ -93,6 +96,28 @@ class AsyncEngine:
         """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
         owner, explanation = self._core.explanations.get(request_id, (None, None))
         return explanation if owner == namespace else None
+
+    async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
+        """The result of `work` on the cache, between two steps.
+
+        Raises:
+            RequestAborted: the engine is not running.
+        """
+        if not self.is_healthy or self._loop is None:
+            raise RequestAborted("the engine is not running")
+        loop, result = self._loop, self._loop.create_future()
+
+        def settle(set_result: Callable[[Any], None], value: Any) -> None:
+            loop.call_soon_threadsafe(lambda: None if result.done() else set_result(value))
+
+        def run() -> None:
+            try:
+                settle(result.set_result, work(CacheAdmin(self._core.cache)))
+            except Exception as error:
+                settle(result.set_exception, error)
+
+        self._inbox.put(run)
+        return cast(T, await result)
 
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell `observer` of every step and request from now on, on the engine's thread."""

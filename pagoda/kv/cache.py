@@ -12,6 +12,7 @@ A call either does all it says or raises and changes nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -419,6 +420,13 @@ class KVCache:
         """Blocks are about to be freed; their bytes are still there."""
 
     # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def blocks_by_namespace(self) -> Counter[str]:
+        """Blocks in the tree of each namespace. O(nodes)."""
+        counts: Counter[str] = Counter()
+        for scope in self._tree.scopes():
+            counts[scope.namespace] += self._tree.num_blocks(scope)
+        return counts
 
     def clear(self) -> int:
         """Evict everything that no lease holds; returns how many blocks that freed."""

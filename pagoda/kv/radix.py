@@ -130,6 +130,15 @@ class RadixTree:
         """Every scope that has a prefix, the newest first."""
         return iter(reversed(self._roots))
 
+    def num_blocks(self, scope: Scope) -> int:
+        """Blocks of a scope. O(its nodes)."""
+        count, stack = 0, list(self._roots[scope].children.values()) if scope in self._roots else []
+        while stack:
+            node = stack.pop()
+            count += int(np.count_nonzero(node.blocks != ABSENT))
+            stack.extend(node.children.values())
+        return count
+
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def touch(self, match: Match) -> Match:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
+from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys
 from pagoda.server.backend import Backend
@@ -55,6 +56,7 @@ def create_app(
     engine: Backend,
     *,
     api_keys: ApiKeys | None = None,
+    admin_key: str | None = None,
     served_model_names: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
@@ -63,6 +65,7 @@ def create_app(
 
     Args:
         api_keys: who may call /v1, and as which tenant; without, everyone may and all share one namespace.
+        admin_key: opens the operator's routes under /v1/kv; without, there are none.
         served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
@@ -92,6 +95,9 @@ def create_app(
     routers = openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes), explain_router(engine)
     for router in routers:
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
+    app.include_router(lease_router(engine, admin_key), prefix="/v1", dependencies=[Depends(admit)])
+    if admin_key is not None:
+        app.include_router(admin_router(engine, admin_key, max_body_bytes), prefix="/v1")
     app.include_router(_operations_router(engine, metrics))
     return app
 

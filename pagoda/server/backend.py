@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
+from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.outputs import EngineObserver, Explanation, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
 __all__ = ["Backend", "BackendStats", "Scope", "Tokenizer"]
+
+
+T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
@@ -101,6 +105,9 @@ class Backend(Protocol):
         leases: Sequence[LeaseSpec] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
+
+    async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
+        """The result of `work` on the cache, between two steps of the engine."""
 
     def explanation(self, request_id: str, namespace: str) -> Explanation | None:
         """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""

@@ -1,0 +1,76 @@
+"""CacheAdmin: what an operator may see and do of the cache. Runs on the engine's thread: see `AsyncEngine.manage`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagoda.kv.cache import KVCache
+from pagoda.kv.keys import Scope
+from pagoda.kv.radix_node import as_tokens
+from pagoda.kv.retention import Retained
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease; a pin has no `ttl_s`, and never ends."""
+
+    id: int
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    ttl_s: float | None
+    remaining_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """Blocks that the tree has of a tenant, and those charged to its leases."""
+
+    tenant: str
+    num_blocks: int
+    num_leased_blocks: int
+
+
+class CacheAdmin:
+    """Looks at a cache and changes what it retains."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def usage(self) -> list[TenantUsage]:
+        """Every tenant's, by name. O(nodes of the tree)."""
+        in_tree, leased = self._cache.blocks_by_namespace(), self._cache.retention.usage
+        return [TenantUsage(name, in_tree[name], leased.get(name, 0)) for name in sorted(in_tree)]
+
+    def leases(self, tenant: str | None = None) -> list[LeaseInfo]:
+        """The leases of a tenant, or all; the oldest first."""
+        self._cache.retention.expire()
+        return [_info(lease) for lease in self._cache.retention.leases if tenant in (None, lease.owner)]
+
+    def pin(self, tokens: Sequence[int], scope: Scope) -> LeaseInfo:
+        """Keep the cached whole blocks of a prefix until its lease is ended.
+
+        Raises:
+            LeaseRefused: nothing of it is cached, or it does not fit the lease budget.
+        """
+        retention = self._cache.retention
+        return _info(retention.retain(as_tokens(tokens), scope, ttl_s=None, owner=scope.namespace))
+
+    def end_lease(self, lease_id: int, tenant: str | None = None) -> bool:
+        """End a lease or pin, of this tenant if one is given; false if there is none."""
+        for lease in self._cache.retention.leases:
+            if lease.serial == lease_id and tenant in (None, lease.owner):
+                self._cache.retention.release(lease)
+                return True
+        return False
+
+    def clear(self) -> int:
+        """Evict all that no request and no lease holds; returns how many blocks that freed."""
+        return self._cache.clear()
+
+
+def _info(lease: Retained) -> LeaseInfo:
+    remaining = None if lease.ttl_s is None else max(0.0, lease.expires_at - time.monotonic())
+    return LeaseInfo(lease.serial, lease.owner, lease.num_tokens, lease.pinned.blocks.size, lease.ttl_s, remaining)
