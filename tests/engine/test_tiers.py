@@ -146,7 +146,8 @@ def test_a_full_write_queue_skips_and_counts(monkeypatch: pytest.MonkeyPatch) ->
     faults = Faults()
     core, _ = make_core(tiers=[(FaultyTier(MemoryTier(1 << 20), faults), THROUGH)])
     faults.hang()
-    ask(core, prompt(1), count=2)
+    core.add("r", prompt(1), greedy(2))  # at the guessed speed of computing: a short wait
+    run(core, limit=100_000)
     assert isinstance(core.cache, TieredCache)
     assert core.cache.hierarchy.reports()[0].num_skipped > 0
     faults.running.set()
@@ -182,3 +183,41 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
         assert tokens == expected_output(prompts[name], len(tokens))
     assert core.cache.stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0
+
+
+def test_a_tier_known_to_be_slow_is_not_waited_for_again() -> None:
+    inner, faults = MemoryTier(1 << 20), Faults()
+    core, _ = make_core(tiers=[(inner, THROUGH)])
+    for seed in range(2):
+        ask(core, prompt(seed))
+    flushed(core)
+    again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
+    faults.delay_s = 0.4
+    seconds = []
+    for seed in range(2):
+        again._scheduler.prefill_s_per_token = 0.05  # 56 tokens: 2.8 s; 5% of that is 0.14 s
+        started = time.perf_counter()
+        again.add(f"r{seed}", prompt(seed), greedy(1))
+        run(again, limit=100_000)
+        seconds.append(time.perf_counter() - started)
+    assert 0.13 < seconds[0] < 0.39
+    assert seconds[1] < 0.13
+    assert isinstance(again.cache, TieredCache)
+    assert again.cache.hierarchy.reports()[0].num_slower > 0
+
+
+def test_closing_the_engine_waits_for_no_hung_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.transfer._CLOSE_S", 0.1)
+    faults = Faults()
+    core, _ = make_core(tiers=[(FaultyTier(MemoryTier(1 << 20), faults), THROUGH)])
+    assert isinstance(core.cache, TieredCache)
+    for lane in core.cache.hierarchy.lanes:
+        lane.timeout_s = 0.2
+    faults.hang()
+    core._scheduler.prefill_s_per_token = 1e-3
+    core.add("r", prompt(1), greedy(2))
+    run(core, limit=100_000)
+    started = time.perf_counter()
+    core.cache.close()
+    assert time.perf_counter() - started < 2
+    faults.running.set()
