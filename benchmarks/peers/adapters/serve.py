@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -78,8 +80,15 @@ def serve(engine: PeerEngine, requests: Sequence[Request]) -> list[Result]:
     return [results[i] for i in range(len(requests))]
 
 
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when the harness ends, however it does: a stopped process sees no closed pipe."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main(load: Callable[[dict[str, Any]], PeerEngine]) -> None:
     """Answer commands until stdin ends. What the engine prints goes to stderr, so that stdout holds answers alone."""
+    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine: PeerEngine | None = None
