@@ -4,6 +4,7 @@
 #include "linear.h"
 #if defined(__AMX_BF16__)
 #include "amx_attention.h"
+#include "amx_rows.h"
 #endif
 
 #define PAGODA_STRING(x) PAGODA_STRING_(x)
@@ -29,6 +30,11 @@ const IsaTable table = {
     .linear_scratch_bytes = linear_scratch_bytes,
     .linear_pack = linear_pack,
     .linear = linear,
+#if defined(__AMX_BF16__)
+    .tiles = &tile_table,
+#else
+    .tiles = nullptr,
+#endif
 };
 
 }  // namespace pagoda::PAGODA_ISA

@@ -1,15 +1,12 @@
 // y = x W^T + bias for a few BF16 rows: the time is that of reading W once, so W streams and x stays in cache.
 //
-// With AMX, sixteen rows of W as they lie in memory are the left operand, and x, packed once, the right:
-//
-//     W [16 outs, 32 ins] (a tile, read in place)  x  packed x [16 pairs of ins, 16 rows, 2]  ->  y^T [16 outs, 16 rows]
-//
-// Elsewhere, and for what does not fill tiles, W and x are widened to float32 vectors.
+// With AMX the tiles of amx_linear.h do it. Elsewhere, and for what does not fill tiles, W and x are widened to float32
+// vectors.
 #pragma once
 
 #include "vec.h"
 #if defined(__AMX_BF16__)
-#include "amx.h"
+#include "amx_linear.h"
 #endif
 
 namespace pagoda::PAGODA_ISA {
@@ -96,45 +93,11 @@ void linear_pack(const LinearArgs& a, void* packed_x) {
     }
 }
 
-// Two tiles of outputs share each tile of x; the four tiles of W in flight keep the loads busy.
-void linear_tiles(const LinearArgs& a, const bf16* packed_x, int64_t out_begin, int64_t out_end) {
-    TileConfig configured;
-    alignas(64) float y[2][kTileSide][kTileSide];
-    const int64_t stride = a.weight_row_stride * sizeof(bf16);
-    for (int64_t out = out_begin; out < out_end; out += 2 * kTileSide) {
-        const bool two = out + kTileSide < out_end;
-        const bf16* w0 = (const bf16*)a.weight + out * a.weight_row_stride;
-        const bf16* w1 = two ? w0 + kTileSide * a.weight_row_stride : w0;
-        for (int64_t row = 0; row < a.rows; row += kTileSide) {
-            const bf16* x = packed_x + row * a.num_in;
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
-                _tile_loadd(2, x + i * kTileSide, kTileRowBytes);
-                _tile_loadd(3, w0 + i, stride);
-                _tile_dpbf16ps(0, 3, 2);
-                _tile_loadd(4, w1 + i, stride);
-                _tile_dpbf16ps(1, 4, 2);
-            }
-            _tile_stored(0, y[0], kTileRowBytes);
-            _tile_stored(1, y[1], kTileRowBytes);
-            const int64_t rows = smaller<int64_t>(kTileSide, a.rows - row);
-            for (int tile = 0; tile < (two ? 2 : 1); tile++) {
-                transpose(y[tile]);
-                for (int64_t r = 0; r < rows; r++) {
-                    Vec v = load(y[tile][r]);
-                    const int64_t first = out + tile * kTileSide;
-                    if (a.bias) v += load((const bf16*)a.bias + first);
-                    store((bf16*)a.out + (row + r) * a.num_out + first, v);
-                }
-            }
-        }
-    }
-}
-
 void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_t out_end) {
     if (fills_tiles(a)) {
-        linear_tiles(a, (const bf16*)packed_x, out_begin, out_end);
+        const TileLinearArgs tiles = {(const bf16*)packed_x, (const bf16*)a.weight, (const bf16*)a.bias, a.out, a.weight_row_stride,
+                                      a.rows, a.num_in, a.num_out, Sink::kRows};
+        for (int64_t out = out_begin; out < out_end; out += 2 * kTileSide) tile_linear(tiles, out / (2 * kTileSide), 0, a.rows);
     } else {
         linear_vectors(a, out_begin, out_end);
     }

@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "decoder.h"
 #include "isa.h"
 #include "ops.h"
 
@@ -47,6 +48,20 @@ WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool
             .v_head_stride = std::get<2>(v),
             .slots = at<int64_t>(slots),
             .pool = pool};
+}
+
+// Tensor addresses in the order of LayerTensors, then group and window (0: none).
+using Layer = std::tuple<std::vector<uintptr_t>, int, int64_t>;
+// block table, its row stride, max_blocks, slots, shared prefixes, how many
+using Group = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t, int64_t>;
+
+int64_t window_or_none(int64_t window) { return window > 0 ? window : std::numeric_limits<int64_t>::max(); }
+
+LayerTensors layer_tensors(const Layer& layer) {
+    const auto& [t, group, window] = layer;
+    const auto tensor = [&](size_t i) { return at<const bf16>(t.at(i)); };
+    return {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7), tensor(8), tensor(9), tensor(10),
+            tensor(11), group, window_or_none(window)};
 }
 
 }  // namespace
@@ -159,7 +174,7 @@ NB_MODULE(_native, m) {
                 .pool = pool(keys, values, shape),
                 .scale = scale,
                 .softcap = softcap,
-                .window = window > 0 ? window : std::numeric_limits<int64_t>::max(),
+                .window = window_or_none(window),
                 .out = at<void>(out),
                 .lse = at<float>(lse)};
             const Batch batch = {
@@ -179,4 +194,54 @@ NB_MODULE(_native, m) {
         "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "keys"_a, "values"_a, "shape"_a, "block_table"_a, "max_blocks"_a,
         "query_start"_a, "context_lens"_a, "num_requests"_a, "scale"_a, "softcap"_a, "window"_a, "out"_a, "lse"_a, "mass"_a,
         "threads"_a, "shared"_a = 0, "num_shared"_a = 0, release);
+
+    nb::class_<NativeDecoder>(m, "Decoder")
+        .def("__init__",
+             [](NativeDecoder* self, uintptr_t embedding, uintptr_t final_norm, uintptr_t lm_head, uintptr_t cos, uintptr_t sin,
+                int64_t rope_row_stride, int64_t max_pos, int64_t vocab, int64_t hidden, int64_t inter, int num_heads,
+                int num_kv_heads, int head_dim, float eps, float scale, const std::vector<Layer>& layers) {
+                 std::vector<LayerTensors> tensors;
+                 for (const Layer& layer : layers) tensors.push_back(layer_tensors(layer));
+                 const DecoderTensors shape = {.embedding = at<const bf16>(embedding),
+                                               .final_norm = at<const bf16>(final_norm),
+                                               .lm_head = at<const bf16>(lm_head),
+                                               .cos = at<const float>(cos),
+                                               .sin = at<const float>(sin),
+                                               .rope_row_stride = rope_row_stride,
+                                               .max_pos = max_pos,
+                                               .vocab = vocab,
+                                               .hidden = hidden,
+                                               .inter = inter,
+                                               .num_heads = num_heads,
+                                               .num_kv_heads = num_kv_heads,
+                                               .head_dim = head_dim,
+                                               .eps = eps,
+                                               .scale = scale};
+                 new (self) NativeDecoder(shape, std::move(tensors));
+             })
+        .def(
+            "forward",
+            [](NativeDecoder& self, uintptr_t token_ids, uintptr_t positions, uintptr_t logits_rows, uintptr_t query_start,
+               uintptr_t context_lens, int64_t num_rows, int64_t num_requests, int64_t num_logits,
+               const std::vector<Group>& groups, const std::vector<std::tuple<Part, Part>>& views, PoolShape shape,
+               uintptr_t logits, int threads) {
+                StepTensors step = {.token_ids = at<const int64_t>(token_ids),
+                                    .positions = at<const int64_t>(positions),
+                                    .logits_rows = at<const int64_t>(logits_rows),
+                                    .query_start = at<const int32_t>(query_start),
+                                    .context_lens = at<const int32_t>(context_lens),
+                                    .num_rows = num_rows,
+                                    .num_requests = num_requests,
+                                    .num_logits = num_logits,
+                                    .groups = {},
+                                    .logits = at<float>(logits)};
+                for (const auto& [table, stride, max_blocks, slots, shared, num_shared] : groups) {
+                    step.groups.push_back({at<const int32_t>(table), stride, max_blocks, at<const int64_t>(slots),
+                                           at<const SharedPrefix>(shared), num_shared});
+                }
+                std::vector<Pool> pools;
+                for (const auto& [keys, values] : views) pools.push_back(pool(keys, values, shape));
+                self.forward(step, pools, threads);
+            },
+            release);
 }

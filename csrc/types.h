@@ -122,6 +122,69 @@ struct MassTile {
     float* mass;  // at key_begin
 };
 
+// What follows is BF16 on matrix tiles. Sixteen rows make a block, and activations lie as the tiles want them:
+//
+//     packed  bf16  [blocks, dim / 2, 16 rows, 2]    what is about to be multiplied by a matrix
+//     lanes   float [blocks, dim, 16 rows]           the residual stream: one vector holds one value of all rows
+//
+// so that a product, which comes out of the tiles with rows as lanes, needs no transposing on its way to the next one.
+
+enum class Sink : int {
+    kRows,       // bf16 [rows, num_out]
+    kFloatRows,  // float [rows, num_out]
+    kAddLanes,   // added to lanes [blocks, num_out, 16]
+    kSwiGlu,     // the weight is gate over up, [2 * num_out, num_in]; silu(gate) * up goes to packed [blocks, num_out / 2, 16, 2]
+};
+
+struct TileLinearArgs {
+    const bf16* packed_x;
+    const bf16* weight;
+    const bf16* bias;  // or null
+    void* out;
+    int64_t weight_row_stride;
+    int64_t rows, num_in, num_out;
+    Sink sink;
+};
+
+struct EmbedArgs {
+    const bf16* embedding;  // [vocab, dim]
+    const int64_t* token_ids;
+    float* lanes;
+    int64_t rows, dim;
+};
+
+struct LanesNormArgs {
+    const float* lanes;
+    const bf16* weight;
+    bf16* packed;
+    int64_t dim;
+    float eps;
+};
+
+// Some rows, in the order of `index` (null: as they are), become packed.
+struct PackArgs {
+    const bf16* from;  // [.., dim]
+    const int64_t* index;
+    bf16* packed;
+    int64_t rows, dim;
+};
+
+struct SelectLanesArgs {
+    const float* from;
+    const int64_t* index;
+    float* to;
+    int64_t rows, dim;
+};
+
+struct TileTable {
+    void (*embed)(const EmbedArgs&, int64_t block);
+    void (*norm)(const LanesNormArgs&, int64_t block);
+    void (*pack)(const PackArgs&, int64_t block);
+    void (*select)(const SelectLanesArgs&, int64_t block);
+    // Outputs [32 * panel, 32 * panel + 32), or 16 and 16 of gate and up, of the rows [row_begin, row_end), whole pairs of blocks.
+    void (*linear)(const TileLinearArgs&, int64_t panel, int64_t row_begin, int64_t row_end);
+};
+
 struct IsaTable {
     const char* name;
     void (*rms_norm[kNumDTypes])(const NormArgs&, int64_t row_begin, int64_t row_end);
@@ -135,6 +198,7 @@ struct IsaTable {
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x);
     void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end);
+    const TileTable* tiles;  // null: this instruction set has no matrix tiles
 };
 
 }  // namespace pagoda

@@ -29,14 +29,17 @@ from pagoda.kernels.dispatch import (
     silu_mul,
     write_kv,
 )
+from pagoda.kernels.fused import FusedDecoder, can_fuse
 from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 __all__ = [
     "AttentionOutput",
+    "FusedDecoder",
     "KVView",
     "SharedPrefix",
     "add_rms_norm",
     "backend_name",
+    "can_fuse",
     "find_shared_prefixes",
     "linear",
     "paged_attention",

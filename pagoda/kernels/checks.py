@@ -98,9 +98,7 @@ def check_attention(
     num_requests = context_lens.numel()
     _check_index("context_lens", context_lens, torch.int32, num_requests)
     _check_index("query_start", query_start, torch.int32, num_requests + 1)
-    if block_table.dim() != 2 or block_table.shape[0] != num_requests or block_table.dtype != torch.int32:
-        raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {_show(block_table)}")
-    _check_rows("block_table", block_table)
+    check_block_table(block_table, num_requests)
     if window is not None and window < 1:
         raise KernelError(f"window must be at least 1; got {window}")
     if softcap is not None and softcap <= 0:
@@ -118,6 +116,35 @@ def check_view(view: KVView) -> None:
         )
     _check_rows("keys", keys)
     _check_rows("values", values)
+
+
+def check_step(
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    logits_rows: torch.Tensor,
+) -> None:
+    """Indices of a step: int64 per row and per wanted row, int32 per request."""
+    num_rows, num_requests = token_ids.numel(), context_lens.numel()
+    _check_index("token_ids", token_ids, torch.int64, num_rows)
+    _check_index("positions", positions, torch.int64, num_rows)
+    _check_index("query_start", query_start, torch.int32, num_requests + 1)
+    _check_index("context_lens", context_lens, torch.int32, num_requests)
+    _check_index("logits_rows", logits_rows, torch.int64, logits_rows.numel())
+
+
+def check_tables(block_table: torch.Tensor, slot_mapping: torch.Tensor, num_requests: int, num_rows: int) -> None:
+    """One layer group's int32 `[num_requests, max_blocks]` and int64 `[num_rows]`."""
+    check_block_table(block_table, num_requests)
+    _check_index("slot_mapping", slot_mapping, torch.int64, num_rows)
+
+
+def check_block_table(block_table: torch.Tensor, num_requests: int) -> None:
+    """int32 `[num_requests, max_blocks]`, each request's ids contiguous."""
+    if block_table.dim() != 2 or block_table.shape[0] != num_requests or block_table.dtype != torch.int32:
+        raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {_show(block_table)}")
+    _check_rows("block_table", block_table)
 
 
 def _check_float(name: str, tensor: torch.Tensor) -> None:

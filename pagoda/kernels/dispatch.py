@@ -220,8 +220,8 @@ def paged_attention(
         New tensors; see AttentionOutput.
 
     Raises:
-        KernelError: wrong shapes, dtypes, strides, lengths or block ids, or prefixes that are not shared, not before all of the
-            rows, or combined with a window.
+        KernelError: wrong shapes, dtypes, strides, lengths or block ids, or prefixes that are not shared, that reach
+            into the rows, or that come with a window.
     """
     checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap, kv_format)
     result: AttentionOutput = _backend_for(q).paged_attention(

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.kernels import (
+    FusedDecoder,
     KVView,
     SharedPrefix,
     add_rms_norm,
+    can_fuse,
     find_shared_prefixes,
     linear,
     paged_attention,
@@ -73,6 +75,8 @@ class Decoder:
         angles = torch.outer(positions, spec.rope.frequencies(spec.head_dim))
         self._cos = (angles.cos() * spec.rope.attention_factor).to(self.device)
         self._sin = (angles.sin() * spec.rope.attention_factor).to(self.device)
+        self._can_fuse = can_fuse(weights.layers, weights.embedding, weights.lm_head, spec.num_heads, spec.head_dim)
+        self._fused: dict[tuple[int, ...], FusedDecoder] = {}
 
     @torch.inference_mode()
     def forward(
@@ -94,9 +98,11 @@ class Decoder:
             float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
         """
         spec = self.spec
+        shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
+        if hook is None and self._can_fuse:
+            return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
         hidden = self.weights.embedding[batch.token_ids]
         residual = torch.zeros_like(hidden)
-        shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
             q, k, v = self._project(layer, normed)
@@ -130,8 +136,29 @@ class Decoder:
         normed, _ = add_rms_norm(hidden, residual, self.weights.final_norm, spec.norm_eps)
         return linear(normed, self.weights.lm_head).float()
 
+    def _fused_for(self, group_of_layer: tuple[int, ...]) -> FusedDecoder:
+        """All layers in one call, made at the first step: which layers share block tables is the caller's to say."""
+        if group_of_layer not in self._fused:
+            spec, weights = self.spec, self.weights
+            self._fused[group_of_layer] = FusedDecoder(
+                weights.layers,
+                spec.windows,
+                group_of_layer,
+                embedding=weights.embedding,
+                final_norm=weights.final_norm,
+                lm_head=weights.lm_head,
+                cos=self._cos,
+                sin=self._sin,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                eps=spec.norm_eps,
+                scale=self._scale,
+            )
+        return self._fused[group_of_layer]
+
     def _shared_prefixes(self, batch: ForwardBatch, view: KVView) -> list[tuple[SharedPrefix, ...]]:
-        """Per layer group, the requests that attend to common blocks together. A hook may change the tables: not then."""
+        """Per layer group, the requests that attend to common blocks together. A hook may change the tables."""
         if self.device.type != "cpu":
             return [()] * len(batch.block_tables)
         block_size = view.keys.shape[2]

@@ -1,0 +1,140 @@
+// y = x W^T on AMX tiles for any number of rows. Rows of W as they lie in memory are the left operand, so that no copy of
+// the weights is needed; x, packed once, is the right one:
+//
+//     W [16 outs, 32 ins] (read in place)  x  packed x [16 pairs of ins, 16 rows, 2]  ->  y^T [16 outs, 16 rows]
+//
+// A panel is two such tiles of outputs. It meets two blocks of rows at a time: four accumulators, so that each tile that
+// is loaded is used twice, and a panel's W comes from the L1 cache for all rows but the first.
+#pragma once
+
+#include "amx.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+// Lanes of `even` and `odd` side by side as bf16.
+inline __m512i pack_pairs(Vec even, Vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+
+inline Vec rounded(Vec x) {
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+}
+
+struct Panel {
+    const bf16* w[2];  // the two tiles' first rows
+    int64_t out[2];    // and outputs
+    int tiles;
+};
+
+inline Panel panel_at(const TileLinearArgs& a, int64_t panel) {
+    Panel p;
+    if (a.sink == Sink::kSwiGlu) {
+        p.out[0] = panel * kTileSide;
+        p.out[1] = a.num_out + p.out[0];
+        p.tiles = 2;
+    } else {
+        p.out[0] = 2 * panel * kTileSide;
+        p.out[1] = p.out[0] + kTileSide;
+        p.tiles = p.out[1] < a.num_out ? 2 : 1;
+        if (p.tiles == 1) p.out[1] = p.out[0];
+    }
+    for (int i = 0; i < 2; i++) p.w[i] = a.weight + p.out[i] * a.weight_row_stride;
+    return p;
+}
+
+// y [2 blocks of rows][2 tiles][16 outs][16 rows]
+template <int kBlocks>
+inline void multiply(const TileLinearArgs& a, const Panel& p, const bf16* x, float (*y)[2][kTileSide][kTileSide]) {
+    const int64_t stride = a.weight_row_stride * sizeof(bf16);
+    const bf16* next = x + kTileSide * a.num_in;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
+        _tile_loadd(6, x + i * kTileSide, kTileRowBytes);
+        _tile_loadd(4, p.w[0] + i, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, p.w[1] + i, stride);
+        _tile_dpbf16ps(1, 5, 6);
+        if (kBlocks == 2) {
+            _tile_loadd(7, next + i * kTileSide, kTileRowBytes);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, y[0][0], kTileRowBytes);
+    _tile_stored(1, y[0][1], kTileRowBytes);
+    if (kBlocks == 2) {
+        _tile_stored(2, y[1][0], kTileRowBytes);
+        _tile_stored(3, y[1][1], kTileRowBytes);
+    }
+}
+
+inline void add_bias(const TileLinearArgs& a, int64_t out, float (*y)[kTileSide]) {
+    if (!a.bias) return;
+    for (int o = 0; o < kTileSide; o++) {
+        const uint32_t bits = (uint32_t)a.bias[out + o].bits << 16;
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        store(y[o], load(y[o]) + value);
+    }
+}
+
+inline void put_rows(const TileLinearArgs& a, int64_t row, int64_t out, float (*y)[kTileSide]) {
+    transpose(y);
+    for (int64_t r = 0; r < smaller<int64_t>(kTileSide, a.rows - row); r++) {
+        const int64_t to = (row + r) * a.num_out + out;
+        if (a.sink == Sink::kFloatRows) {
+            store((float*)a.out + to, load(y[r]));
+        } else {
+            _mm256_storeu_si256((__m256i*)((bf16*)a.out + to), (__m256i)_mm512_cvtneps_pbh((__m512)load(y[r])));
+        }
+    }
+}
+
+// Products are rounded to bf16 where a layer computed step by step would round them.
+inline void put_gated(const TileLinearArgs& a, int64_t row, int64_t out, float (*y)[kTileSide][kTileSide]) {
+    bf16* to = (bf16*)a.out + row * a.num_out + out * kTileSide;
+    auto gated = [&](int o) {
+        const Vec gate = rounded(load(y[0][o])), up = rounded(load(y[1][o]));
+        return gate / (1.0f + exp(-gate)) * up;
+    };
+    for (int o = 0; o < kTileSide; o += 2) _mm512_storeu_si512(to + o * kTileSide, pack_pairs(gated(o), gated(o + 1)));
+}
+
+inline void put(const TileLinearArgs& a, const Panel& p, int64_t row, float (*y)[kTileSide][kTileSide]) {
+    for (int tile = 0; tile < p.tiles; tile++) add_bias(a, p.out[tile], y[tile]);
+    if (a.sink == Sink::kSwiGlu) return put_gated(a, row, p.out[0], y);
+    for (int tile = 0; tile < p.tiles; tile++) {
+        if (a.sink != Sink::kAddLanes) {
+            put_rows(a, row, p.out[tile], y[tile]);
+            continue;
+        }
+        float* to = (float*)a.out + row * a.num_out + p.out[tile] * kTileSide;
+        for (int o = 0; o < kTileSide; o++, to += kTileSide) store(to, load(to) + load(y[tile][o]));
+    }
+}
+
+void tile_linear(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
+    const TileConfig configured;
+    const Panel p = panel_at(a, panel);
+    alignas(64) float y[2][2][kTileSide][kTileSide];
+    for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
+        const bf16* x = a.packed_x + row * a.num_in;
+        if (row + kTileSide < a.rows) {
+            multiply<2>(a, p, x, y);
+            put(a, p, row, y[0]);
+            put(a, p, row + kTileSide, y[1]);
+        } else {
+            multiply<1>(a, p, x, y);
+            put(a, p, row, y[0]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

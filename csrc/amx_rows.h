@@ -1,0 +1,77 @@
+// What a decoder does to rows between its matrices, sixteen rows at a time in the layouts of types.h.
+#pragma once
+
+#include "amx_linear.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+// dim is a multiple of 16.
+void tile_embed(const EmbedArgs& a, int64_t block) {
+    const int64_t first = block * kTileSide;
+    float* to = a.lanes + first * a.dim;
+    for (int64_t d = 0; d < a.dim; d += kTileSide) {
+        __m512i r[kTileSide];
+        for (int i = 0; i < kTileSide; i++) {
+            r[i] = first + i < a.rows ? (__m512i)load(a.embedding + a.token_ids[first + i] * a.dim + d) : _mm512_setzero_si512();
+        }
+        transpose(r);
+        for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(to + (d + i) * kTileSide, r[i]);
+    }
+}
+
+void tile_norm(const LanesNormArgs& a, int64_t block) {
+    const float* x = a.lanes + block * kTileSide * a.dim;
+    bf16* to = a.packed + block * kTileSide * a.dim;
+    Vec squares[4] = {};  // four sums: one would wait for itself
+    for (int64_t d = 0; d < a.dim; d += 4) {
+        for (int i = 0; i < 4; i++) {
+            const Vec v = load(x + (d + i) * kTileSide);
+            squares[i] += v * v;
+        }
+    }
+    const Vec mean = (squares[0] + squares[1] + squares[2] + squares[3]) / (float)a.dim + a.eps;
+    const Vec scale = 1.0f / (Vec)_mm512_sqrt_ps((__m512)mean);
+    for (int64_t d = 0; d < a.dim; d += kTileSide) {
+        alignas(64) float weight[kTileSide];
+        store(weight, load(a.weight + d));
+        for (int i = 0; i < kTileSide; i += 2) {
+            const float* pair = x + (d + i) * kTileSide;
+            _mm512_storeu_si512(to + (d + i) * kTileSide, pack_pairs(load(pair) * scale * weight[i],
+                                                                     load(pair + kTileSide) * scale * weight[i + 1]));
+        }
+    }
+}
+
+void tile_pack(const PackArgs& a, int64_t block) {
+    const int64_t first = block * kTileSide;
+    for (int64_t d = 0; d < a.dim; d += kTileDepth) {
+        __m512i r[kTileSide];
+        for (int i = 0; i < kTileSide; i++) {
+            const int64_t row = first + i;
+            r[i] = row < a.rows ? _mm512_loadu_si512(a.from + (a.index ? a.index[row] : row) * a.dim + d) : _mm512_setzero_si512();
+        }
+        transpose(r);  // 32-bit lanes are pairs of values
+        bf16* to = a.packed + first * a.dim + d * kTileSide;
+        for (int pair = 0; pair < kTileSide; pair++) _mm512_storeu_si512(to + 2 * pair * kTileSide, r[pair]);
+    }
+}
+
+void tile_select(const SelectLanesArgs& a, int64_t block) {
+    const int64_t first = block * kTileSide;
+    float* to = a.to + first * a.dim;
+    for (int i = 0; i < kTileSide; i++) {
+        if (first + i >= a.rows) {
+            for (int64_t d = 0; d < a.dim; d++) to[d * kTileSide + i] = 0;
+            continue;
+        }
+        const int64_t row = a.index[first + i];
+        const float* from = a.from + row / kTileSide * kTileSide * a.dim + row % kTileSide;
+        for (int64_t d = 0; d < a.dim; d++) to[d * kTileSide + i] = from[d * kTileSide];
+    }
+}
+
+constexpr TileTable tile_table = {tile_embed, tile_norm, tile_pack, tile_select, tile_linear};
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,270 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "attention_plan.h"
+#include "isa.h"
+
+namespace pagoda {
+namespace {
+
+constexpr int64_t kBlock = 16;             // rows of a block
+constexpr int64_t kPanel = 32;             // outputs of a panel
+constexpr int64_t kRowsAtOnce = 256;       // rows of x that stay in a core's cache while panels pass
+constexpr int64_t kPhasesPerLayer = 12;
+constexpr int64_t kOtherPhases = 6;
+
+int64_t blocks(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
+int64_t padded(int64_t rows) { return blocks(rows) * kBlock; }
+
+// Where a step keeps its activations, one after the other in one allocation.
+class Activations {
+public:
+    Activations(ThreadScratch& scratch, const DecoderTensors& s, bool qk_norm, int64_t rows, int64_t num_logits) {
+        const int64_t attended = int64_t{s.num_heads} * s.head_dim, kv = int64_t{s.num_kv_heads} * s.head_dim;
+        const int64_t all = padded(rows), few = padded(num_logits);
+        for (int pass = 0; pass < 2; pass++) {  // sizes first
+            char* base = pass ? static_cast<char*>(scratch.at_least(used_)) : nullptr;
+            used_ = 0;
+            residual = take<float>(base, all * s.hidden);
+            last_residual = take<float>(base, few * s.hidden);
+            lse = take<float>(base, rows * s.num_heads);
+            packed = take<bf16>(base, all * std::max(s.hidden, attended));
+            gated = take<bf16>(base, all * s.inter);
+            qkv = take<bf16>(base, rows * (attended + 2 * kv));
+            normed_q = qk_norm ? take<bf16>(base, rows * attended) : nullptr;
+            normed_k = qk_norm ? take<bf16>(base, rows * kv) : nullptr;
+            out = take<bf16>(base, rows * attended);
+        }
+    }
+    float *residual, *last_residual, *lse;
+    bf16 *packed, *gated, *qkv, *normed_q, *normed_k, *out;
+
+private:
+    template <typename T>
+    T* take(char* base, int64_t count) {
+        const int64_t at = used_;
+        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(base + at);
+    }
+    int64_t used_ = 0;
+};
+
+// Layers of one group and window attend to the same entries: they share a plan.
+struct PlannedAttention {
+    int group;
+    int64_t window;
+    AttentionPlan plan;
+};
+
+void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound) {
+    for (int64_t i = 0; i < count; i++) {
+        if (index[i] < 0 || index[i] >= bound) {
+            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(index[i]) +
+                                        ", outside 0.." + std::to_string(bound - 1));
+        }
+    }
+}
+
+Batch batch_of(const StepTensors& step, const GroupTensors& group, int64_t window) {
+    const bool whole = window == std::numeric_limits<int64_t>::max();
+    return {.num_rows = step.num_rows,
+            .num_requests = step.num_requests,
+            .block_table = group.block_table,
+            .block_table_stride = group.block_table_stride,
+            .max_blocks = group.max_blocks,
+            .query_start = step.query_start,
+            .context_lens = step.context_lens,
+            .mass = nullptr,
+            .mass_stride = 0,
+            .shared = group.shared,
+            .num_shared = whole ? group.num_shared : 0};
+}
+
+// One thread's way through a step; `share` spreads a phase over all threads.
+template <typename Share>
+class Pass {
+public:
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Share& share)
+        : s_(shape), step_(step), m_(memory), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+
+    void embed() {
+        const EmbedArgs args = {s_.embedding, step_.token_ids, m_.residual, rows_, s_.hidden};
+        share_(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
+    }
+
+    void attention(const LayerTensors& layer, const AttentionArgs& args, const AttentionPlan& plan) {
+        norm(layer.input_norm);
+        const int64_t heads = s_.num_heads + 2 * s_.num_kv_heads;
+        linear(m_.packed, s_.hidden, layer.qkv, layer.qkv_bias, heads * s_.head_dim, Sink::kRows, m_.qkv);
+        const RopeArgs rope = rope_args(layer, args.pool);
+        share_(blocks(rows_), [&](int64_t block) {
+            const int64_t begin = block * kBlock, end = std::min(begin + kBlock, rows_);
+            norm_heads(layer.q_norm, 0, s_.num_heads, m_.normed_q, begin, end);
+            norm_heads(layer.k_norm, s_.num_heads, s_.num_kv_heads, m_.normed_k, begin, end);
+            isa().rope_write_kv[kBF16](rope, begin, end);
+        });
+        share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, args, plan.tasks[i]); });
+        share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, args, plan, plan.merges[i]); });
+    }
+
+    // Nothing reads the other rows any more.
+    void keep_logits_rows() {
+        const SelectLanesArgs args = {m_.residual, step_.logits_rows, m_.last_residual, step_.num_logits, s_.hidden};
+        share_(blocks(args.rows), [&](int64_t block) { tiles_.select(args, block); });
+        index_ = step_.logits_rows;
+        rows_ = step_.num_logits;
+        residual_ = m_.last_residual;
+    }
+
+    void rest_of(const LayerTensors& layer) {
+        const int64_t attended = int64_t{s_.num_heads} * s_.head_dim;
+        const PackArgs pack = {m_.out, index_, m_.packed, rows_, attended};
+        share_(blocks(rows_), [&](int64_t block) { tiles_.pack(pack, block); });
+        linear(m_.packed, attended, layer.output, layer.output_bias, s_.hidden, Sink::kAddLanes, residual_);
+        norm(layer.mlp_norm);
+        linear(m_.packed, s_.hidden, layer.gate_up, layer.gate_up_bias, s_.inter, Sink::kSwiGlu, m_.gated);
+        linear(m_.gated, s_.inter, layer.down, layer.down_bias, s_.hidden, Sink::kAddLanes, residual_);
+    }
+
+    void logits() {
+        norm(s_.final_norm);
+        linear(m_.packed, s_.hidden, s_.lm_head, nullptr, s_.vocab, Sink::kFloatRows, step_.logits);
+    }
+
+private:
+    void norm(const bf16* weight) {
+        const LanesNormArgs args = {residual_, weight, m_.packed, s_.hidden, s_.eps};
+        share_(blocks(rows_), [&](int64_t block) { tiles_.norm(args, block); });
+    }
+
+    void linear(const bf16* x, int64_t num_in, const bf16* weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
+        const TileLinearArgs args = {x, weight, bias, out, num_in, rows_, num_in, num_out, sink};
+        const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
+        const int64_t panels = (num_out + outs - 1) / outs, chunks = (rows_ + kRowsAtOnce - 1) / kRowsAtOnce;
+        share_(panels * chunks, [&](int64_t i) {
+            const int64_t begin = i / panels * kRowsAtOnce;
+            tiles_.linear(args, i % panels, begin, std::min(begin + kRowsAtOnce, rows_));
+        });
+    }
+
+    void norm_heads(const bf16* weight, int64_t first_head, int64_t heads, bf16* out, int64_t begin, int64_t end) {
+        if (!weight) return;
+        const NormArgs args = {.x = m_.qkv + first_head * s_.head_dim,
+                               .x_row_stride = qkv_stride(),
+                               .x_head_stride = s_.head_dim,
+                               .residual = nullptr,
+                               .residual_row_stride = 0,
+                               .weight = weight,
+                               .out = out,
+                               .new_residual = nullptr,
+                               .heads = heads,
+                               .dim = s_.head_dim,
+                               .eps = s_.eps};
+        isa().rms_norm[kBF16](args, begin, end);
+    }
+
+    RopeArgs rope_args(const LayerTensors& layer, const Pool& pool) const {
+        const int64_t stride = qkv_stride(), q_width = int64_t{s_.num_heads} * s_.head_dim, k_width = int64_t{s_.num_kv_heads} * s_.head_dim;
+        return {.q = layer.q_norm ? m_.normed_q : m_.qkv,
+                .q_row_stride = layer.q_norm ? q_width : stride,
+                .q_head_stride = s_.head_dim,
+                .num_heads = s_.num_heads,
+                .cos = s_.cos,
+                .sin = s_.sin,
+                .cos_row_stride = s_.rope_row_stride,
+                .sin_row_stride = s_.rope_row_stride,
+                .max_pos = s_.max_pos,
+                .positions = step_.positions,
+                .write = {.k = layer.k_norm ? m_.normed_k : m_.qkv + q_width,
+                          .v = m_.qkv + q_width + k_width,
+                          .k_row_stride = layer.k_norm ? k_width : stride,
+                          .k_head_stride = s_.head_dim,
+                          .v_row_stride = stride,
+                          .v_head_stride = s_.head_dim,
+                          .slots = step_.groups[layer.group].slots,
+                          .pool = pool}};
+    }
+
+    int64_t qkv_stride() const { return int64_t{s_.num_heads + 2 * s_.num_kv_heads} * s_.head_dim; }
+
+    const DecoderTensors& s_;
+    const StepTensors& step_;
+    const Activations& m_;
+    Share& share_;
+    const TileTable& tiles_;
+    int64_t rows_;
+    float* residual_;
+    const int64_t* index_ = nullptr;
+};
+
+}  // namespace
+
+NativeDecoder::NativeDecoder(const DecoderTensors& shape, std::vector<LayerTensors> layers)
+    : shape_(shape), layers_(std::move(layers)), team_(layers_.size() * kPhasesPerLayer + kOtherPhases) {}
+
+void NativeDecoder::check(const StepTensors& step, const std::vector<Pool>& pools) const {
+    if (isa().tiles == nullptr) throw std::invalid_argument("this instruction set has no matrix tiles");
+    if (pools.size() != layers_.size()) throw std::invalid_argument("one pool per layer is needed");
+    check_range("token_ids", step.token_ids, step.num_rows, shape_.vocab);
+    check_range("positions", step.positions, step.num_rows, shape_.max_pos);
+    check_range("logits_rows", step.logits_rows, step.num_logits, step.num_rows);
+    for (size_t i = 0; i < layers_.size(); i++) {
+        const Pool& pool = pools[i];
+        if (pool.num_kv_heads != shape_.num_kv_heads || pool.head_dim != shape_.head_dim ||
+            pool.block_size != pools[0].block_size || pool.num_blocks != pools[0].num_blocks) {
+            throw std::invalid_argument("the pool of layer " + std::to_string(i) + " has another shape");
+        }
+    }
+    for (const GroupTensors& group : step.groups) {
+        check_range("slot_mapping", group.slots, step.num_rows, pools[0].num_blocks * pools[0].block_size);
+    }
+}
+
+void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& pools, int threads) {
+    const std::lock_guard one_call(one_call_);
+    check(step, pools);
+    const bool qk_norm = layers_[0].q_norm != nullptr;
+    const Activations memory(scratch_, shape_, qk_norm, step.num_rows, step.num_logits);
+    std::vector<PlannedAttention> plans;
+    std::vector<size_t> plan_of;
+    std::vector<AttentionArgs> attention;
+    for (size_t i = 0; i < layers_.size(); i++) {
+        const LayerTensors& layer = layers_[i];
+        const int64_t q_width = int64_t{shape_.num_heads} * shape_.head_dim;
+        attention.push_back({.q = layer.q_norm ? memory.normed_q : memory.qkv,
+                             .q_row_stride = layer.q_norm ? q_width : q_width + 2 * int64_t{shape_.num_kv_heads} * shape_.head_dim,
+                             .q_head_stride = shape_.head_dim,
+                             .num_heads = shape_.num_heads,
+                             .pool = pools[i],
+                             .scale = shape_.scale,
+                             .softcap = 0,
+                             .window = layer.window,
+                             .out = memory.out,
+                             .lse = memory.lse});
+        const auto same = std::find_if(plans.begin(), plans.end(), [&](const PlannedAttention& p) {
+            return p.group == layer.group && p.window == layer.window;
+        });
+        plan_of.push_back(same - plans.begin());
+        if (same != plans.end()) continue;
+        const Batch batch = batch_of(step, step.groups[layer.group], layer.window);
+        check_attention(attention[i], batch);
+        plans.push_back({layer.group, layer.window, plan_attention(attention[i], batch, threads)});
+    }
+    team_.run(threads, [&](auto share) {
+        Pass pass(shape_, step, memory, share);
+        pass.embed();
+        for (size_t i = 0; i < layers_.size(); i++) {
+            pass.attention(layers_[i], attention[i], plans[plan_of[i]].plan);
+            if (i + 1 == layers_.size()) pass.keep_logits_rows();
+            pass.rest_of(layers_[i]);
+        }
+        pass.logits();
+    });
+}
+
+}  // namespace pagoda

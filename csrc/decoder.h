@@ -1,0 +1,64 @@
+// All layers of a Llama-like decoder in BF16 as one call: what a step costs beyond reading its weights and KV is little.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "ops.h"
+#include "team.h"
+#include "threads.h"
+
+namespace pagoda {
+
+// Matrices are contiguous [out, in]; absent tensors are null.
+struct LayerTensors {
+    const bf16 *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias;
+    const bf16 *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    int group;       // which block table and slots
+    int64_t window;  // INT64_MAX: none
+};
+
+// Sizes are such that tiles are full: hidden, inter and num_heads * head_dim multiples of 32, the rest of 16.
+struct DecoderTensors {
+    const bf16 *embedding, *final_norm, *lm_head;
+    const float *cos, *sin;  // [max_pos, head_dim / 2 or more]
+    int64_t rope_row_stride, max_pos;
+    int64_t vocab, hidden, inter;
+    int num_heads, num_kv_heads, head_dim;
+    float eps, scale;
+};
+
+struct GroupTensors {
+    const int32_t* block_table;
+    int64_t block_table_stride, max_blocks;
+    const int64_t* slots;
+    const SharedPrefix* shared;
+    int64_t num_shared;
+};
+
+struct StepTensors {
+    const int64_t *token_ids, *positions, *logits_rows;
+    const int32_t *query_start, *context_lens;
+    int64_t num_rows, num_requests, num_logits;
+    std::vector<GroupTensors> groups;
+    float* logits;  // [num_logits, vocab]
+};
+
+class NativeDecoder {
+public:
+    NativeDecoder(const DecoderTensors& shape, std::vector<LayerTensors> layers);
+
+    // Raises std::invalid_argument, before anything is written, for values outside their range. One call at a time.
+    void forward(const StepTensors& step, const std::vector<Pool>& pools, int threads);
+
+private:
+    void check(const StepTensors& step, const std::vector<Pool>& pools) const;
+
+    DecoderTensors shape_;
+    std::vector<LayerTensors> layers_;
+    std::mutex one_call_;
+    Team team_;
+    ThreadScratch scratch_;
+};
+
+}  // namespace pagoda

@@ -1,0 +1,206 @@
+"""FusedDecoder: all layers of a BF16 decoder as one native call, where the CPU has matrix tiles (Intel AMX).
+
+What a layer does between reading its weights and its KV is small, and doing it call by call from Python costs as much
+as the reading; so one call runs all layers, and threads share the tasks of each phase (csrc/decoder.cpp, team.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pagoda.errors import KernelError
+from pagoda.kernels import checks
+from pagoda.kernels.dispatch import backend_name
+from pagoda.kernels.types import KVView, SharedPrefix
+
+_FIELDS = (
+    "input_norm",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "output",
+    "output_bias",
+    "mlp_norm",
+    "gate_up",
+    "gate_up_bias",
+    "down",
+    "down_bias",
+)
+_MAX_HEAD_DIM = 256
+
+
+class LayerTensors(Protocol):
+    """One layer: matrices `[out, in]`, queries, keys and values in one, gate and up in one; vectors; None if absent."""
+
+    @property
+    def qkv(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def q_norm(self) -> torch.Tensor | None: ...  # noqa: D102
+    @property
+    def gate_up(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def down(self) -> torch.Tensor: ...  # noqa: D102
+
+
+class StepTensors(Protocol):
+    """The rows of one step, as `paged_attention` and `rope_write_kv` take them; tables and slots per layer group."""
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def positions(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def query_start(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def context_lens(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def block_tables(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102
+    @property
+    def slot_mapping(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102
+    @property
+    def logits_rows(self) -> torch.Tensor: ...  # noqa: D102
+
+
+class FusedDecoder:
+    """Runs a decoder's layers in one call. Keeps the tensors it was made of; holds scratch memory of its own.
+
+    The residual stream stays in float32 from the embedding to the logits, and a row's numbers do not depend on other
+    rows of the batch, but for how attention splits long contexts.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerTensors],
+        windows: Sequence[int | None],
+        group_of_layer: Sequence[int],
+        *,
+        embedding: torch.Tensor,
+        final_norm: torch.Tensor,
+        lm_head: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        scale: float,
+    ) -> None:
+        import pagoda._native as _native
+
+        self._tensors = (layers, embedding, final_norm, lm_head, cos, sin)
+        self._shape = (num_kv_heads, head_dim)
+        self._vocab_size = lm_head.shape[0]
+        self._views: tuple[KVView, ...] = ()
+        self._parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._native = _native.Decoder(
+            embedding.data_ptr(),
+            final_norm.data_ptr(),
+            lm_head.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            cos.shape[0],
+            lm_head.shape[0],
+            embedding.shape[1],
+            layers[0].down.shape[1],
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            eps,
+            scale,
+            [
+                ([_address(getattr(layer, field)) for field in _FIELDS], group, window or 0)
+                for layer, window, group in zip(layers, windows, group_of_layer, strict=True)
+            ],
+        )
+
+    def forward(
+        self, step: StepTensors, views: Sequence[KVView], shared: Sequence[Sequence[SharedPrefix]]
+    ) -> torch.Tensor:
+        """Compute one step, and write the K and V of every row into `views`, one per layer.
+
+        Args:
+            step: the rows, in CPU memory.
+            views: as at every call, or others.
+            shared: per layer group, what `find_shared_prefixes` found.
+
+        Returns:
+            float32 `[num_logits, vocab_size]`.
+
+        Raises:
+            KernelError: values out of range, or tensors that do not fit; then nothing is written.
+        """
+        self._see(views)
+        num_rows, num_requests = step.token_ids.shape[0], step.context_lens.shape[0]
+        checks.check_step(step.token_ids, step.positions, step.query_start, step.context_lens, step.logits_rows)
+        prefixes = [torch.tensor(of_group, dtype=torch.int32) for of_group in shared]
+        groups = []
+        for table, slots, prefix in zip(step.block_tables, step.slot_mapping, prefixes, strict=True):
+            checks.check_tables(table, slots, num_requests, num_rows)
+            groups.append(
+                (table.data_ptr(), table.stride(0), table.shape[1], slots.data_ptr(), prefix.data_ptr(), len(prefix))
+            )
+        logits = torch.empty(step.logits_rows.shape[0], self._vocab_size)
+        self._native.forward(
+            step.token_ids.data_ptr(),
+            step.positions.data_ptr(),
+            step.logits_rows.data_ptr(),
+            step.query_start.data_ptr(),
+            step.context_lens.data_ptr(),
+            num_rows,
+            num_requests,
+            logits.shape[0],
+            groups,
+            self._parts,
+            tuple(views[0].keys.shape),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def _see(self, views: Sequence[KVView]) -> None:
+        """Addresses of the pool, which are the same from step to step."""
+        if len(views) == len(self._views) and all(a is b for a, b in zip(views, self._views, strict=True)):
+            return
+        for view in views:
+            checks.check_view(view)
+            if view.keys.dtype != torch.bfloat16 or (view.keys.shape[1], view.keys.shape[3]) != self._shape:
+                raise KernelError(
+                    f"the views must be bfloat16 with {self._shape[0]} heads of {self._shape[1]}; "
+                    f"got {list(view.keys.shape)} {view.keys.dtype}"
+                )
+        self._parts = [(_part(view.keys), _part(view.values)) for view in views]
+        self._views = tuple(views)
+
+
+def can_fuse(
+    layers: Sequence[LayerTensors], embedding: torch.Tensor, lm_head: torch.Tensor, num_heads: int, head_dim: int
+) -> bool:
+    """Whether this build, this CPU and these shapes allow a FusedDecoder: BF16, and matrices that fill tiles."""
+    if backend_name() != "native":
+        return False
+    import pagoda._native as _native
+
+    tensors = [embedding, lm_head]
+    tensors += [t for layer in layers for t in (getattr(layer, field) for field in _FIELDS) if t is not None]
+    return (
+        _native.isa() == "amx"
+        and all(t.is_cpu and t.dtype == torch.bfloat16 and t.is_contiguous() for t in tensors)
+        and all(size % 32 == 0 for size in (embedding.shape[1], layers[0].down.shape[1], num_heads * head_dim))
+        and all(size % 16 == 0 for size in (layers[0].qkv.shape[0], lm_head.shape[0]))
+        and head_dim % 8 == 0
+        and head_dim <= _MAX_HEAD_DIM
+        and len({layer.q_norm is None for layer in layers}) == 1
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _part(x: torch.Tensor) -> tuple[int, ...]:
+    return (x.data_ptr(), *x.stride()[:3])

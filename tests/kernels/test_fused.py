@@ -1,0 +1,176 @@
+"""The decoder as one native call: as near to float32 as the same layers call by call, however the work is cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from pagoda.errors import KernelError
+from pagoda.kernels import KVView
+from pagoda.model.decoder import Decoder
+from tests.model.models import build, load, save
+from tests.model.paged import PagedRun
+
+SIZES = {
+    "vocab_size": 144,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+VARIANTS = ["llama", "llama-biased-tied", "qwen2", "qwen3", "qwen3-mixed-windows", "mistral-window"]
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def call_by_call(decoder: Decoder) -> Decoder:
+    """The same weights, every layer a sequence of calls."""
+    twin = Decoder(decoder.spec, decoder.weights)
+    twin._can_fuse = False
+    return twin
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def trio(request, tmp_path_factory):
+    """The model in BF16 fused, in BF16 call by call, and the BF16 weights in float32."""
+    sizes = {name: size for name, size in SIZES.items() if request.param != "qwen2" or name != "num_key_value_heads"}
+    model = build(request.param, **sizes).bfloat16()
+    folder = save(model, tmp_path_factory.mktemp("model"))
+    fused = load(folder, torch.bfloat16)
+    if not fused._can_fuse:
+        pytest.skip("no matrix tiles on this machine")
+    return fused, call_by_call(fused), load(folder, torch.float32)
+
+
+@pytest.fixture
+def fused(trio):
+    return trio[0]
+
+
+def assert_as_good(got: torch.Tensor, by_calls: torch.Tensor, exact: torch.Tensor) -> None:
+    assert got.isfinite().all()
+    assert exact.std() > 0.1
+    assert (got - exact).abs().mean() <= 1.1 * (by_calls - exact).abs().mean()
+    assert (got - exact).abs().max() <= 1.5 * (by_calls - exact).abs().max()
+
+
+@pytest.mark.parametrize("sizes", [[200], [7, 1, 13, 1, 40, 1], [33, 16, 1]], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_near_to_float32_as_call_by_call(trio, sizes, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_as_good(*(PagedRun(decoder, seed=3).chunked(tokens(200), sizes) for decoder in trio))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_does_not_depend_on_its_company(fused):
+    """Decodes of short contexts, alone and among others: the same bits."""
+    texts = [tokens(n, seed=n) for n in (25, 11, 30, 18)]
+    alone = []
+    for text in texts:
+        run = PagedRun(fused)
+        sequence = run.add(text)
+        run.step([(sequence, len(text) - 1)])
+        alone.append(run.step([(sequence, 1)]))
+    run = PagedRun(fused, seed=9)
+    sequences = [run.add(text) for text in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        run.step([(sequence, len(text) - 1)])
+    assert torch.equal(run.step([(sequence, 1) for sequence in sequences]), torch.cat(alone))
+
+
+def test_only_the_rows_asked_for(trio):
+    outcomes = []
+    for decoder in trio:
+        run = PagedRun(decoder)
+        chunks = [(run.add(tokens(n, seed=n)), n) for n in (19, 40, 1)]
+        batch = run.batch(chunks)
+        wanted = dataclasses.replace(batch, logits_rows=torch.tensor([58, 3, 18]))
+        got = decoder.forward(wanted, run.kv, run.group_of_layer)
+        everything = decoder.forward(batch, run.kv, run.group_of_layer)
+        if decoder is trio[0]:
+            assert torch.equal(got, everything[[58, 3, 18]])
+        none = dataclasses.replace(batch, logits_rows=torch.empty(0, dtype=torch.int64))
+        assert decoder.forward(none, run.kv, run.group_of_layer).shape == (0, SIZES["vocab_size"])
+        outcomes.append(got)
+    assert_as_good(*outcomes)
+
+
+def test_writes_the_same_kv(trio):
+    pools = []
+    for decoder in trio:
+        run = PagedRun(decoder)
+        run.chunked(tokens(30), [17, 1])
+        pools.append(torch.stack([torch.stack([view.keys, view.values]).float() for view in run.kv]))
+    assert torch.equal(pools[0].isnan(), pools[1].isnan()), "a slot that nobody was given was written"
+    first = [pool[0].nan_to_num() for pool in pools]
+    torch.testing.assert_close(first[0], first[1], rtol=2e-2, atol=2e-2)
+    assert_as_good(*(pool.nan_to_num() for pool in pools))
+
+
+def test_requests_on_one_prefix(trio):
+    outcomes = []
+    for decoder in trio:
+        run = PagedRun(decoder)
+        prompt = tokens(24)
+        first = run.add(prompt + tokens(3, seed=5))
+        run.step([(first, 24)])
+        second = run.add(prompt + tokens(3, seed=6))
+        second.blocks, second.num_computed = [list(blocks) for blocks in first.blocks], 24
+        outcomes.append(run.step([(first, 3), (second, 3)]))
+    assert_as_good(*outcomes)
+
+
+@pytest.mark.parametrize("field", ["token_ids", "positions", "slot_mapping", "block_tables", "logits_rows"])
+@pytest.mark.parametrize("value", [-1, 100_000])
+def test_refuses_values_out_of_range_and_writes_nothing(fused, field, value):
+    run = PagedRun(fused)
+    batch = run.batch([(run.add(tokens(6)), 6)])
+    before = [view.keys.clone() for view in run.kv]
+    wrong = getattr(batch, field)
+    if isinstance(wrong, tuple):
+        wrong = tuple(tensor.clone() for tensor in wrong)
+        wrong[-1].view(-1)[0] = value
+    else:
+        wrong = wrong.clone()
+        wrong[0] = value
+    with pytest.raises(KernelError):
+        fused.forward(dataclasses.replace(batch, **{field: wrong}), run.kv, run.group_of_layer)
+    assert all(torch.equal(view.keys.isnan(), keys.isnan()) for view, keys in zip(run.kv, before, strict=True))
+
+
+def test_refuses_other_pools(fused):
+    run = PagedRun(fused)
+    batch = run.batch([(run.add(tokens(6)), 6)])
+    wide = [KVView(view.keys.float(), view.values.float()) for view in run.kv]
+    with pytest.raises(KernelError, match="bfloat16"):
+        fused.forward(batch, wide, run.group_of_layer)
+    with pytest.raises(KernelError, match="pool per layer"):
+        fused.forward(batch, run.kv[:1], run.group_of_layer)
+    short = dataclasses.replace(batch, slot_mapping=tuple(slots[:-1] for slots in batch.slot_mapping))
+    with pytest.raises(KernelError, match="slot_mapping"):
+        fused.forward(short, run.kv, run.group_of_layer)
+
+
+def test_a_pool_that_moved_is_seen(fused):
+    """The addresses of a pool are remembered from step to step; another pool's must replace them."""
+    ids = tokens(20)
+    first, second = PagedRun(fused), PagedRun(fused, seed=5)
+    one, other = first.add(ids), second.add(ids)
+    for count in (12, 1, 7):
+        assert torch.equal(first.step([(one, count)]), second.step([(other, count)]))
+
+
+def test_shapes_that_do_not_fill_tiles_go_call_by_call(tmp_path):
+    decoder = load(save(build("llama", **{**SIZES, "hidden_size": 72}), tmp_path), torch.bfloat16)
+    assert not decoder._can_fuse
+    assert PagedRun(decoder).chunked(tokens(9), [9]).isfinite().all()
