@@ -51,7 +51,8 @@ ENGINES: dict[str, EngineSpec] = {
         EngineSpec("pagoda", "pagoda", None),
         EngineSpec("vllm", "vllm", _VLLM, env={**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": all_cores()}),
         EngineSpec("vllm-default", "vllm", _VLLM, env=_VLLM_ENV),
-        EngineSpec("llama-q4", "llama_cpp", _LLAMA, weights="gguf"),
+        # Without repacked weights: where the CPU has AMX, this version crashes on 4-bit weights packed for it.
+        EngineSpec("llama-q4", "llama_cpp", _LLAMA, weights="gguf", options={"use_extra_bufts": False}),
         EngineSpec("llama-bf16", "llama_cpp", _LLAMA, weights="gguf_bf16"),
         EngineSpec("hf-generate", "hf_generate", _HF),
         EngineSpec("hf-batch", "hf_generate_batch", _HF),

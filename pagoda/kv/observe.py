@@ -2,10 +2,10 @@
 
     commit ──> a hash of everything up to each block      8 bytes a block, chained: parent's hash + the block's tokens
     evict  ──> a ghost under that hash                    the last 65,536, oldest forgotten first
-    explain    the first missed block's hash ──> ghost?   else: another scope of the same tenant? a divergence? never seen
+    explain    the first missed block's hash ──> ghost?   else: another scope of the tenant? a divergence? never seen
 
-Only the tree's own scopes of the asking tenant are looked at, and only its own tokens are shown. The hashes never decide a
-hit, so that a collision could at worst spoil an explanation.
+Only the tree's own scopes of the asking tenant are looked at, and only its own tokens are shown. The hashes never
+decide a hit, so that a collision could at worst spoil an explanation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """One call that made room, and under what pressure. Times are the cache's clock's; blocks are counts at the time."""
+    """One call that made room, and under what pressure. Times are the cache's clock's; blocks are counts then."""
 
     at: float
     policy: str
@@ -73,7 +73,7 @@ class Explanation:
 
 
 class MissLog:
-    """Remembers what was where. Not thread-safe: the engine's thread owns it. Memory: 8 bytes a block, and the ghosts."""
+    """Remembers what was where, in 8 bytes a block and the ghosts. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, tree: RadixTree, num_blocks: int) -> None:
         self._tree = tree
@@ -81,7 +81,7 @@ class MissLog:
         self._ghosts: OrderedDict[int, Eviction] = OrderedDict()
 
     def on_commit(self, scope: Scope, after: int | None, tokens: TokenArray, blocks: BlockIds) -> None:
-        """Blocks `[num_groups, n]` came into the tree after another one; those that the tree had already may be among them."""
+        """Blocks `[num_groups, n]` came into the tree after another one; some of them it may have had already."""
         parent = hash(scope) if after is None else int(self._hashes[after])
         size = self._tree.block_size
         data = tokens.astype(np.int64, copy=False).tobytes()
@@ -135,14 +135,15 @@ class MissLog:
         return self._ghosts.get(hash((parent, block.astype(np.int64, copy=False).tobytes())))
 
     def _elsewhere(self, tokens: TokenArray, scope: Scope, known: int) -> str:
-        """The fields in which a scope of the same tenant differs that has at least a block more. Some scopes are asked."""
+        """The fields in which a scope of the tenant differs that has at least a block more. Some scopes are asked."""
         if not scope.namespace:  # without keys nobody is known to own both
             return ""
         for other in islice(self._tree.scopes(), MAX_SCOPES):
-            if other.namespace == scope.namespace and other != scope:
-                if self._tree.match(tokens[:-1], other).num_tokens >= known + self._tree.block_size:
-                    fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
-                    return " ".join(name for name, differs in fields.items() if differs)
+            if other.namespace != scope.namespace or other == scope:
+                continue
+            if self._tree.match(tokens[:-1], other).num_tokens >= known + self._tree.block_size:
+                fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
+                return " ".join(name for name, differs in fields.items() if differs)
         return ""
 
 

@@ -8,6 +8,8 @@
     block_tables   one int32 row of block ids per request, for each layer group
     slot_mapping   where each row's K and V are written: block_id * block_size + offset, for each layer group
     logits_rows    2  3  5                                   the rows that need logits
+
+Rows of one request are neighbours, in order of position.
 """
 
 from __future__ import annotations

@@ -25,12 +25,11 @@ def core_with(**options: Any) -> EngineCore:
 def ask(core: EngineCore, prompt: list[int], *leases: LeaseSpec, tenant: str = "t") -> tuple[int, Any]:
     """Tokens hit, and what became of the leases."""
     core.add("r", prompt, GREEDY, scope=Scope(tenant), leases=leases)
-    last = None
+    outputs = []
     while core.has_work:
-        for last in core.step():
-            pass
+        outputs += core.step()
         core.cache.check()
-    assert last is not None
+    last = outputs[-1]
     assert last.finished
     return last.usage.num_hit_tokens, last.leases
 

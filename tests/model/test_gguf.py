@@ -44,7 +44,7 @@ def logits(loaded, ids):
 @pytest.mark.parametrize("variant", ["llama", "llama-biased-tied", "qwen2", "qwen3"])
 def test_float_gguf_equals_the_model_it_was_made_from(variant, tmp_path):
     model = small(variant)
-    loaded = load_model(str(write(tmp_path / "m.gguf", model, TOKENIZER)))
+    loaded = load_model(str(write(tmp_path / "m.gguf", model, TOKENIZER)), dtype="float32")
     assert loaded.spec.tie_embeddings == model.config.tie_word_embeddings
     ids = loaded.tokenizer.encode(TEXT)
     assert (logits(loaded, ids) - reference_logits(model, ids)).abs().max() < 1e-3
@@ -52,7 +52,7 @@ def test_float_gguf_equals_the_model_it_was_made_from(variant, tmp_path):
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0], ids=lambda kind: kind.name)
 def test_quantized_gguf_equals_its_dequantized_weights(kind, llama, tmp_path):
-    loaded = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, kind=kind)))
+    loaded = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, kind=kind)), dtype="float32")
     rounded = small("llama")
     with torch.no_grad():
         for parameter in rounded.parameters():
@@ -70,7 +70,7 @@ def test_stretched_context(tmp_path):
     plain = small("llama", rope_parameters={"rope_type": "default", "rope_theta": LLAMA3_ROPE["rope_theta"]})
     inverse = [m.model.rotary_emb.inv_freq for m in (plain, model)]
     factors = (inverse[0] / inverse[1]).tolist()
-    loaded = load_model(str(write(tmp_path / "m.gguf", model, TOKENIZER, rope_factors=factors)))
+    loaded = load_model(str(write(tmp_path / "m.gguf", model, TOKENIZER, rope_factors=factors)), dtype="float32")
     ids = list(range(100))
     assert (logits(loaded, ids) - reference_logits(model, ids)).abs().max() < 1e-3
     assert loaded.spec.rope.kind == "factors"
@@ -88,7 +88,7 @@ def test_rope_scaling_metadata(kind, factor, extra, llama, tmp_path):
 
 def test_a_sliding_window_in_the_metadata(llama, tmp_path):
     metadata = {"llama.attention.sliding_window": 9}
-    loaded = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, metadata=metadata)))
+    loaded = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, metadata=metadata)), dtype="float32")
     assert loaded.spec.windows == (9, 9, 9)
     mistral = small("mistral-window", sliding_window=9)
     mistral.load_state_dict(llama.state_dict())

@@ -30,7 +30,7 @@ PARAGRAPH = (
 @pytest.fixture(scope="module")
 def smollm2():
     try:
-        return load_model("smollm2")
+        return load_model("smollm2", dtype="float32")
     except ModelNotFound as error:
         pytest.skip(str(error))
 

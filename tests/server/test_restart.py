@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 # A model as tiny as this one computes faster than a busy machine restores: let the server believe that it is slow.
 PROGRAM = """
 from pagoda.engine import scheduler
-scheduler._FIRST_GUESS_S_PER_TOKEN = 1.0
+scheduler._FIRST_GUESS_S_PER_TOKEN = 100.0
 from pagoda.cli import main
 main()
 """

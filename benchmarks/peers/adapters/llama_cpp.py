@@ -38,15 +38,16 @@ class LlamaPeer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         llama.llama_backend_init()
-        self._model = llama.llama_model_load_from_file(settings["model"].encode(), llama.llama_model_default_params())
+        model_params = llama.llama_model_default_params()
+        for name, value in settings["options"].items():
+            setattr(model_params, name, value)
+        self._model = llama.llama_model_load_from_file(settings["model"].encode(), model_params)
         params = llama.llama_context_default_params()
         params.n_ctx = settings["kv_tokens"]
         params.n_batch = BATCH
         params.n_seq_max = settings["max_seqs"]
         params.n_threads = params.n_threads_batch = settings["threads"]
         params.kv_unified = True
-        for name, value in settings["options"].items():
-            setattr(params, name, value)
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp could not make a context")

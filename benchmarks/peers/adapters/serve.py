@@ -81,7 +81,7 @@ def serve(engine: PeerEngine, requests: Sequence[Request]) -> list[Result]:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this process when the harness ends, however it does: a stopped process sees no closed pipe."""
+    """Let the kernel kill this process when the harness ends: a stopped process sees no closed pipe."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
