@@ -66,6 +66,13 @@ inline void transpose(float m[kTileSide][kTileSide]) {
     for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(m[i], r[i]);
 }
 
+// Lanes of `even` and `odd` side by side as bf16.
+inline __m512i pack_pairs(Vec even, Vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+
 // `rows` <= 16 rows of `depth` values (a multiple of 32) become right operands, one tile after the other; the columns of
 // missing rows are zero.
 inline void pack_right_operand(const bf16* from, int64_t row_stride, int rows, int64_t depth, bf16* to) {

@@ -146,48 +146,53 @@ inline void amx_accumulate(const bf16* vt, const bf16* p, int key_tiles, int64_t
 
 // First and last KV index that each of 16 rows sees, counted from `begin`.
 struct SeenLanes {
+    bool all;  // every row sees every one of the keys; then the rest is not set
     IntVec first, last;
-    bool all;  // every row sees every one of the keys
 };
 inline SeenLanes seen_lanes(const AttentionArgs& a, const Tile& t, int64_t row, int64_t begin, int64_t end) {
     const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    const int64_t last_row = smaller(row + kTileSide, t.row_end) - 1;
     SeenLanes lanes;
-    lanes.all = true;
+    // What the first and the last row see, all rows between them see.
+    lanes.all = seen(a, t, group, row, begin, end).last == end - begin && seen(a, t, group, last_row, begin, end).first == 0;
+    if (lanes.all) return lanes;
     for (int i = 0; i < kTileSide; i++) {
-        const Seen s = seen(a, t, group, smaller(row + i, t.row_end - 1), begin, end);
+        const Seen s = seen(a, t, group, smaller(row + i, last_row), begin, end);
         lanes.first[i] = s.first;
         lanes.last[i] = s.last;
-        lanes.all = lanes.all && s.first == 0 && s.last == end - begin;
     }
     return lanes;
 }
 
-// Scores of 16 rows -> P^T as a right operand; returns what the accumulated output must be multiplied by.
+// Scores of 16 rows -> P^T as a right operand; returns what the accumulated output must be multiplied by. Plain scores
+// are scaled on the way into the exponential; those that are capped or masked are rewritten before.
 inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const SeenLanes& seen, float* top, float* sum,
                        bf16* p) {
     const Vec nothing = splat(-INFINITY);
-    const float unit = a.scale * kLog2E;
+    const bool plain = seen.all && a.softcap <= 0 && a.scale > 0;
+    const float unit = plain ? a.scale * kLog2E : 1.0f;
     const Vec old_top = load(top);
-    Vec new_top = old_top;
+    Vec highest[2] = {nothing, nothing};
     for (int j = 0; j < count; j++) {
         Vec s = load(scores + j * kTileSide);
-        s = a.softcap > 0 ? tanh(s * (a.scale / a.softcap)) * (a.softcap * kLog2E) : s * unit;
-        if (!seen.all) s = select((seen.first <= j) & (seen.last > j), s, nothing);
-        new_top = max(new_top, s);
-        store(scores + j * kTileSide, s);
+        if (!plain) {
+            s = a.softcap > 0 ? tanh(s * (a.scale / a.softcap)) * (a.softcap * kLog2E) : s * (a.scale * kLog2E);
+            if (!seen.all) s = select((seen.first <= j) & (seen.last > j), s, nothing);
+            store(scores + j * kTileSide, s);
+        }
+        highest[j % 2] = max(highest[j % 2], s);
     }
+    const Vec new_top = max(old_top, max(highest[0], highest[1]) * unit);
     // A row that has seen no key yet keeps -inf; zero in its place makes its exponentials zero instead of NaN.
     const Vec base = select(new_top == nothing, Vec{}, new_top);
     const Vec rescale = exp2(old_top - base);
     Vec total = load(sum) * rescale;
     const int end = (count + kTileDepth - 1) / kTileDepth * kTileDepth;
     for (int j = 0; j < end; j += 2) {
-        const Vec even = j < count ? exp2(load(scores + j * kTileSide) - base) : Vec{};
-        const Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) - base) : Vec{};
+        const Vec even = j < count ? exp2(load(scores + j * kTileSide) * unit - base) : Vec{};
+        const Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) * unit - base) : Vec{};
         total += even + odd;
-        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
-        const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
-        _mm512_storeu_si512(p + j * kTileSide, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        _mm512_storeu_si512(p + j * kTileSide, pack_pairs(even, odd));
     }
     store(top, new_top);
     store(sum, total);
@@ -219,7 +224,9 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
             amx_scores(s.k, s.q + r * head_dim, (count + kTileSide - 1) / kTileSide, head_dim, s.scores);
             const Vec rescale = amx_softmax(a, s.scores, count, lanes, s.top + r, s.sum + r, s.p);
             float* acc = s.acc + r * head_dim;
-            for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
+            if (_mm512_cmpneq_ps_mask((__m512)rescale, (__m512)splat(1.0f))) {
+                for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
+            }
             amx_accumulate(s.vt, s.p, (count + kTileDepth - 1) / kTileDepth, head_dim, acc);
         }
     }

@@ -12,13 +12,6 @@
 namespace pagoda::PAGODA_ISA {
 namespace {
 
-// Lanes of `even` and `odd` side by side as bf16.
-inline __m512i pack_pairs(Vec even, Vec odd) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-}
-
 inline Vec rounded(Vec x) {
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 }

@@ -14,12 +14,17 @@ namespace {
 
 constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
-constexpr int64_t kRowsAtOnce = 256;       // rows of x that stay in a core's cache while panels pass
-constexpr int64_t kPhasesPerLayer = 12;
+constexpr int64_t kCachedX = 1 << 20;      // bytes of x that stay in a core's cache while panels pass
+constexpr int64_t kPhasesPerLayer = 10;
 constexpr int64_t kOtherPhases = 6;
 
 int64_t blocks(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
 int64_t padded(int64_t rows) { return blocks(rows) * kBlock; }
+
+// Whole pairs of blocks.
+int64_t rows_at_once_of(int64_t num_in) {
+    return std::max<int64_t>(1, kCachedX / (2 * kBlock * num_in * static_cast<int64_t>(sizeof(bf16)))) * 2 * kBlock;
+}
 
 // Where a step keeps its activations, one after the other in one allocation.
 class Activations {
@@ -145,10 +150,10 @@ private:
     void linear(const bf16* x, int64_t num_in, const bf16* weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
         const TileLinearArgs args = {x, weight, bias, out, num_in, rows_, num_in, num_out, sink};
         const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
-        const int64_t panels = (num_out + outs - 1) / outs, chunks = (rows_ + kRowsAtOnce - 1) / kRowsAtOnce;
+        const int64_t panels = (num_out + outs - 1) / outs, rows_at_once = rows_at_once_of(num_in), chunks = (rows_ + rows_at_once - 1) / rows_at_once;
         share_(panels * chunks, [&](int64_t i) {
-            const int64_t begin = i / panels * kRowsAtOnce;
-            tiles_.linear(args, i % panels, begin, std::min(begin + kRowsAtOnce, rows_));
+            const int64_t begin = i / panels * rows_at_once;
+            tiles_.linear(args, i % panels, begin, std::min(begin + rows_at_once, rows_));
         });
     }
 
