@@ -42,7 +42,9 @@ def ttft(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 
 def restart(args: argparse.Namespace) -> dict[str, Any]:
-    cold, warm, hits = [], [], []
+    cold: list[float] = []
+    warm: list[float] = []
+    hits: list[int] = []
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for times in (cold, warm):
@@ -124,7 +126,10 @@ def never_slower(args: argparse.Namespace) -> dict[str, Any]:
             active, cache.hierarchy = cache.hierarchy, filling
             faulty_lanes, filling.lanes = filling.lanes, []  # nothing to ask: cold
             engine.core.cache.clear()
-            cold.append(ttft(engine, prompt)[0])
+            cold_s, cold_hit = ttft(engine, prompt)
+            if cold_hit:
+                raise RuntimeError(f"a cold request had {cold_hit} hits")
+            cold.append(cold_s)
             filling.lanes, cache.hierarchy = faulty_lanes, active
             warm.append(warm_s)
         p95 = statistics.quantiles(warm, n=20)[-1] / statistics.quantiles(cold, n=20)[-1]

@@ -84,7 +84,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests)
+        return bool(self._requests) or self.cache.is_restoring  # a restore whose request is gone must end too
 
     @property
     def num_running(self) -> int:

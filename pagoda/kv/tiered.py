@@ -58,6 +58,11 @@ class _Restore:
     seconds_per_token: float
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all that was asked for has come. Its lease must end now: after the last request nobody polls."""
+        return self.lease.num_computed_tokens >= self.lease.prompt.size - 1
+
+    @property
     def patience_s(self) -> float:
         """How much longer to wait for the next piece; negative when it is over."""
         saved_s = (self.lease.num_computed_tokens - self.first_token) * self.seconds_per_token
@@ -123,7 +128,7 @@ class TieredCache(KVCache):
         for restore in list(self._restores):
             complete = restore.fetch.done.is_set()  # asked first: a piece may arrive between the two
             fits = self._take_pieces(restore)
-            if complete or not fits or restore.patience_s < 0:
+            if complete or restore.is_whole or not fits or restore.patience_s < 0:
                 restore.fetch.cancelled.set()
                 self._restores.remove(restore)
                 self.release(restore.lease, restore.tokens)

@@ -72,6 +72,28 @@ def test_a_restart_is_warm() -> None:
     assert ask(again, [*prompt(1, 60)[:30], 1, 2, 3], "shorter") == 30
 
 
+def test_nothing_is_held_once_the_last_request_is_gone() -> None:
+    inner, faults = MemoryTier(1 << 20), Faults()
+    core, _ = make_core(tiers=[(inner, THROUGH)])
+    ask(core, prompt(1))
+    flushed(core)
+    for _ in range(20):
+        core.cache.clear()
+        ask(core, prompt(1))
+        assert core.cache.num_held_blocks == 0
+    again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
+    faults.hang()
+    again._scheduler.prefill_s_per_token = 0.01
+    again.add("r", prompt(1), greedy(1))
+    again.step()
+    again.abort("r")
+    assert again.has_work
+    run(again, limit=100_000)
+    assert not again.cache.is_restoring
+    assert again.cache.num_held_blocks == 0
+    faults.running.set()
+
+
 def test_scopes_and_models_find_nothing_of_each_other() -> None:
     tier = MemoryTier(1 << 20)
     core, _ = make_core(tiers=[(tier, THROUGH)])
