@@ -56,7 +56,7 @@ def _relative(report: Mapping[str, Any], engines: Sequence[str], ours: str, path
     axes.set_yscale("log")
     axes.set_ylabel(f"speed, {ours} = 1")
     axes.set_xlabel("workload")
-    axes.legend(ncols=4, fontsize="small")
+    figure.legend(loc="outside upper center", ncols=len(engines), fontsize="small")
     figure.savefig(path, dpi=150)
     return path
 
@@ -81,7 +81,8 @@ def _open_loop(report: Mapping[str, Any], engines: Sequence[str], folder: Path) 
         axes.set_yscale("log")
         axes.set_xlabel("output tokens a second")
         axes.set_ylabel(label)
-    axes.legend(fontsize="small")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(engines), fontsize="small")
     path = folder / "open_loop.png"
     figure.savefig(path, dpi=150)
     return path

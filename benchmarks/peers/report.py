@@ -71,8 +71,12 @@ def _paired(figure: str, ours: Mapping[int, float], theirs: Mapping[int, float])
 def _load(
     limit: float, workloads: Sequence[Workload], engines: Sequence[str], outcomes: Outcomes, ours: str
 ) -> dict[str, Any]:
-    """The load each engine carries with a median p99 TTFT up to `limit` ms."""
-    loads = {}
+    """The load each engine carries with a median p99 TTFT up to `limit` ms.
+
+    Who stays below it at every rate is `unsaturated`: its load is a lower bound, and no ratio is over it.
+    """
+    loads: dict[str, float | None] = {}
+    unsaturated = []
     for name in engines:
         p99 = {
             workload.rate: statistics.median(one.ttft_p99_ms for one in outcome.figures.values())
@@ -80,13 +84,16 @@ def _load(
             if workload.rate and (outcome := outcomes.get((workload.key, name))) and outcome.figures
         }
         loads[name] = load_at(limit, p99)
+        if p99 and max(p99.values()) <= limit:
+            unsaturated.append(name)
     known = {name: load for name, load in loads.items() if load}
     best = _best("load_rps", known, ours)
     return {
         "limit_ms": limit,
         "load_rps": loads,
+        "unsaturated": unsaturated,
         "best_peer": best,
-        "ratio": known[ours] / known[best] if best and ours in known else None,
+        "ratio": known[ours] / known[best] if best and best not in unsaturated and ours in known else None,
     }
 
 
@@ -147,8 +154,9 @@ def _load_table(report: Mapping[str, Any], engines: Sequence[str], ours: str) ->
     for column in ("p99 TTFT", *engines, f"{ours} / best peer"):
         table.add_column(column, justify="right")
     for row in report["load"]:
-        loads = [f"{load:.3g}" if (load := row["load_rps"][name]) else "" for name in engines]
-        verdict = f"{row['ratio']:.3g}x {row['best_peer']}" if row["ratio"] else ""
+        at_least = {name: ">= " if name in row["unsaturated"] else "" for name in engines}
+        loads = [f"{at_least[name]}{load:.3g}" if (load := row["load_rps"][name]) else "" for name in engines]
+        verdict = f"{at_least[ours]}{row['ratio']:.3g}x {row['best_peer']}" if row["ratio"] else ""
         table.add_row(f"{row['limit_ms']:g} ms", *loads, verdict)
     return table
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_figures() -> None:
     assert found.output_tok_s == pytest.approx(4 / 1.5)
     assert found.stream_tok_s == pytest.approx(2 / 0.3)
     assert (found.ttft_ms, found.ttft_p99_ms) == (750.0, 1000.0)
-    assert (found.itl_ms, found.itl_p99_ms) == (pytest.approx(150.0), pytest.approx(200.0))
+    assert [found.itl_ms, found.itl_p99_ms] == pytest.approx([150.0, 200.0])
 
 
 def test_percentile_is_the_nearest_rank() -> None:
@@ -141,14 +142,17 @@ def test_overloaded_engines_are_spared_higher_rates() -> None:
     assert ("g@4", "slow") not in outcomes
 
 
-def report_of(found: Contest) -> dict[str, object]:
-    return json.loads(json.dumps(summary(found.workloads, list(found.peers), found.outcomes, "pagoda")))
+def report_of(found: Contest) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(
+        json.dumps(summary(found.workloads, list(found.peers), found.outcomes, "pagoda"))
+    )
+    return report
 
 
 def test_report_pairs_ours_with_the_best_peer() -> None:
     peers = {"pagoda": FakePeer(0.2), "pagoda-int8": FakePeer(0.1), "vllm": FakePeer(0.3), "llama": FakePeer(0.4)}
     report = report_of(contest(peers, [plain("a"), rated(1.0), rated(4.0)], 2))
-    first = report["workloads"][0]  # type: ignore[index]
+    first = report["workloads"][0]
     assert first["best_peer"] == "vllm"
     assert first["ratio"] == {
         "median": pytest.approx(1.5),
@@ -157,12 +161,22 @@ def test_report_pairs_ours_with_the_best_peer() -> None:
         "rounds": 2,
     }
     assert first["engines"]["llama"]["spread"]["median"] == pytest.approx(0.8)
-    load = report["load"][1]  # type: ignore[index]
+    load = report["load"][1]
     assert load["limit_ms"] == 1000.0
     assert load["load_rps"]["pagoda"] == pytest.approx(4.0)
     assert 1 < load["load_rps"]["vllm"] < 4
     assert load["best_peer"] == "vllm"
-    assert report["agreement"]["pagoda / vllm"] == 1.0  # type: ignore[index]
+    assert load["unsaturated"] == ["pagoda", "pagoda-int8"]
+    assert load["ratio"] == pytest.approx(4.0 / load["load_rps"]["vllm"])
+    assert report["agreement"]["pagoda / vllm"] == 1.0
+
+
+def test_no_ratio_over_a_peer_that_no_rate_saturates() -> None:
+    peers = {"pagoda": FakePeer(0.2), "vllm": FakePeer(0.3)}
+    report = report_of(contest(peers, [rated(0.5), rated(2.0)], 1))
+    assert [row["ratio"] is None for row in report["load"]] == [False, True, True]
+    load_table = tables(report, list(peers), "pagoda")[1]
+    assert [list(column.cells)[1] for column in load_table.columns] == ["1000 ms", ">= 2", ">= 2", ""]
 
 
 def test_failed_engines_are_in_the_table_as_such(tmp_path: Path) -> None:
@@ -177,7 +191,7 @@ def test_plots_are_written_for_what_was_measured(tmp_path: Path) -> None:
     peers = {"pagoda": FakePeer(0.2), "vllm": FakePeer(0.4)}
     report = report_of(contest(peers, [plain("a"), rated(1.0), rated(2.0)], 1))
     assert relative_speeds(report, list(peers), "pagoda") == {"a": {"pagoda": 1.0, "vllm": 0.5}}
-    assert curves(report, "ttft_ms")["pagoda"] == [(1.0, pytest.approx(400.0)), (2.0, pytest.approx(600.0))]
+    assert dict(curves(report, "ttft_ms")["pagoda"]) == pytest.approx({1.0: 400.0, 2.0: 600.0})
     paths = draw(report, list(peers), "pagoda", tmp_path)
     assert [path.name for path in paths] == ["relative.png", "open_loop.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

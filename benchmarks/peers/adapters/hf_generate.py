@@ -22,7 +22,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class Clock(transformers.StoppingCriteria):
+class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
     """Notes when each token came; stops nothing."""
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class GeneratePeer:
         self._model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None)
         self._max_seqs = settings["max_seqs"]
         self._waiting: list[tuple[int, list[int], int]] = []
-        self.reset()
+        self._tokens: list[int] = []
+        self._cache: Any = None
 
     def add(self, key: int, tokens: list[int], max_tokens: int) -> None:
         """Queue a request."""
@@ -89,8 +90,7 @@ class GeneratePeer:
 
     def reset(self) -> None:
         """Drop the kept cache."""
-        self._tokens: list[int] = []
-        self._cache: Any = None
+        self._tokens, self._cache = [], None
 
     def info(self) -> dict[str, Any]:
         """Versions."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import llama_cpp as llama
+import llama_cpp as llama  # type: ignore[import-not-found]
 import numpy as np
 
 from benchmarks.peers.adapters.serve import Event, main

@@ -12,7 +12,7 @@ class VllmPeer:
     """vLLM's synchronous engine, with prefix caching and chunked prefill as it ships."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import vllm
+        import vllm  # type: ignore[import-not-found]
 
         self._vllm = vllm
         self._llm = vllm.LLM(
