@@ -1,0 +1,222 @@
+"""Pagoda alone against the limits of this machine in the same run: how much of its bandwidth and matrix rate steps use.
+
+    python -m benchmarks.limits --help
+
+    floor   max(bytes that must be read / read bandwidth, operations / matrix rate). Bytes: every weight once, every
+            distinct KV byte once. Operations: two for each multiply-add of a matrix product; attention's are counted.
+    share   floor / measured time, of the fastest round
+
+Rounds of all cases take turns, so that a noisy minute hurts all alike. `busy` is processor time over (wall time x
+threads): where it is far below 1, something else was using the machine and the wall time says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.machine import best_s, cpu_name, measure
+from pagoda.engine.runner import layout_for
+from pagoda.kernels import KVView, backend_name, linear, paged_attention
+from pagoda.kv.pool import BlockPool
+from pagoda.model.batch import ForwardBatch
+from pagoda.model.decoder import Decoder
+from pagoda.model.loader import load_model
+
+BLOCK = 16
+COLD_BYTES = 600 << 20  # data that a step finds cold is cycled through more than this
+
+
+@dataclass(slots=True)
+class Case:
+    """One thing to time, and what it must read and compute."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: float
+    operations: float
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.call()
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Milliseconds, 10^9 a second, and fractions."""
+
+    name: str
+    min_ms: float
+    median_ms: float
+    gb_s: float
+    gflop_s: float
+    floor_ms: float
+    share: float
+    busy: float
+
+
+class Model:
+    """A decoder over a pool, with the bytes and operations of its steps."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int) -> None:
+        self.decoder = decoder
+        spec = decoder.spec
+        pool = BlockPool(layout_for(spec, BLOCK, decoder.dtype), num_blocks)
+        self.views = [KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(spec.num_layers)]
+        self.groups = pool.layout.group_of_layer
+        layers = decoder.weights.layers
+        matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        self.in_layers = sum(m.numel() for m in matrices)
+        self.in_head = decoder.weights.lm_head.numel()
+        self.itemsize = decoder.weights.lm_head.itemsize
+        self.kv_token_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * self.itemsize
+
+    def case(self, name: str, tables: torch.Tensor, start: int, new: int, distinct_tokens: int) -> Case:
+        """Every request computes `new` tokens after `start`; one row of each gets logits."""
+        spec, requests = self.decoder.spec, len(tables)
+        positions = torch.arange(start, start + new)
+        slots = tables[:, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        starts = torch.arange(requests + 1) * new
+        batch = ForwardBatch(
+            token_ids=torch.randint(0, spec.vocab_size, (requests * new,)),
+            positions=positions.repeat(requests),
+            query_start=starts.to(torch.int32),
+            context_lens=torch.full((requests,), start + new, dtype=torch.int32),
+            block_tables=(tables,) * (max(self.groups) + 1),
+            slot_mapping=(slots.flatten(),) * (max(self.groups) + 1),
+            logits_rows=starts[1:] - 1,
+            max_query_len=new,
+        )
+        pairs = requests * sum(range(start + 1, start + new + 1))
+        attention = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+        return Case(
+            name,
+            lambda: self.decoder.forward(batch, self.views, self.groups),
+            (self.in_layers + self.in_head) * self.itemsize + distinct_tokens * self.kv_token_bytes,
+            2 * requests * (new * self.in_layers + self.in_head) + attention,
+        )
+
+
+def step_cases(decoder: Decoder) -> list[Case]:
+    """Decode steps and prefill chunks of the whole model."""
+    blocks = decoder.spec.max_context // BLOCK
+    model = Model(decoder, 2 * blocks)
+    ids = torch.randperm(2 * blocks).to(torch.int32)
+    one, sixteen = ids[None, :blocks], ids[:256].view(16, 16)
+    shared = 7000 // BLOCK
+    together = torch.cat((ids[:shared].repeat(32, 1), ids[shared : shared + 32 * 8].view(32, 8)), dim=1)
+    return [
+        model.case("decode, 1 x 128 tokens", one, 127, 1, 128),
+        model.case("decode, 1 x 2,064 tokens", one, 2063, 1, 2064),
+        model.case("decode, 1 x 8,000 tokens", one, 7999, 1, 8000),
+        model.case("decode, 16 x 192 tokens", sixteen, 191, 1, 16 * 192),
+        model.case("decode, 32 on 7,000 shared", together, shared * BLOCK + 63, 1, shared * BLOCK + 32 * 64),
+        model.case("prefill, 512 tokens at 0", one, 0, 512, 0),
+        model.case("prefill, 512 tokens at 1,536", one, 1536, 512, 1536),
+        model.case("prefill, 2,064 tokens", one, 0, 2064, 0),
+    ]
+
+
+def attention_case(name: str, num_kv_heads: int, group: int, head_dim: int, context: int, block: int) -> Case:
+    """Decode attention of one request, another layer each time. A block as long as the context is contiguous KV."""
+    num_bytes = context * num_kv_heads * head_dim * 2 * 2
+    layers, blocks = max(1, COLD_BYTES // num_bytes), context // block
+    pool = torch.randn(blocks, layers, 2, num_kv_heads, block, head_dim, dtype=torch.bfloat16)
+    q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
+    table = torch.randperm(blocks).to(torch.int32)[None]
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
+    views = [KVView(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+
+    def attend() -> None:
+        for view in views:
+            paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
+
+    return Case(name, attend, num_bytes * layers, 4 * context * num_kv_heads * group * head_dim * layers)
+
+
+def attention_cases() -> list[Case]:
+    """The packaged model's heads and an 8B Llama's, paged and contiguous."""
+    return [
+        attention_case(f"attention, {heads} x {group} heads of {dim}, {kind}", heads, group, dim, 4096, block)
+        for heads, group, dim in ((3, 3, 64), (8, 4, 128))
+        for kind, block in (("paged", BLOCK), ("contiguous", 4096))
+    ]
+
+
+def linear_rate(rounds: int) -> float:
+    """Operations a second of Pagoda's own product where it is in cache: torch's is not everywhere the faster one."""
+    x, weight = torch.randn(512, 576).bfloat16(), torch.randn(1024, 576).bfloat16()
+    return 2 * x.shape[0] * weight.numel() / best_s(lambda: linear(x, weight), rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a BF16 model (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each case (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all CPUs")
+    parser.add_argument("--json", help="also write the results to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    limits = measure()
+    if args.threads not in limits.read:
+        parser.error(f"the machine's limits are measured on {' or '.join(map(str, limits.read))} threads only")
+    read, rate = limits.read[args.threads], max(limits.bf16[args.threads], linear_rate(20))
+    print(f"{cpu_name()}, {args.threads} threads, {backend_name()} kernels")
+    print(
+        f"limits: read {read / 1e9:.1f} GB/s, BF16 matrices {rate / 1e9:,.0f} GFLOP/s (the faster of torch and Pagoda)"
+    )
+
+    cases = step_cases(load_model(args.model, dtype="bfloat16").decoder) + attention_cases()
+    for turn in range(args.rounds + 1):
+        for case in cases:
+            case.run()
+            if turn == 0:
+                case.wall.clear()
+                case.cpu.clear()
+    results = [evaluate(case, read, rate, args.threads) for case in cases]
+    print(f"{'':42}{'min ms':>9}{'median':>9}{'GB/s':>8}{'GFLOP/s':>9}{'floor':>9}{'share':>7}{'busy':>6}")
+    for r in results:
+        print(
+            f"{r.name:42}{r.min_ms:9.2f}{r.median_ms:9.2f}{r.gb_s:8.1f}{r.gflop_s:9.0f}"
+            f"{r.floor_ms:9.2f}{r.share:7.0%}{r.busy:6.2f}"
+        )
+    if args.json:
+        write_json(args.json, {"cpu": cpu_name(), "threads": args.threads, **limits.to_json()}, results)
+
+
+def evaluate(case: Case, read: float, rate: float, threads: int) -> Result:
+    """The case's times against its floor."""
+    fastest, floor = min(case.wall), max(case.num_bytes / read, case.operations / rate)
+    return Result(
+        case.name,
+        fastest * 1e3,
+        statistics.median(case.wall) * 1e3,
+        case.num_bytes / fastest / 1e9,
+        case.operations / fastest / 1e9,
+        floor * 1e3,
+        floor / fastest,
+        sum(case.cpu) / (sum(case.wall) * threads),
+    )
+
+
+def write_json(path: str, machine: dict[str, Any], results: list[Result]) -> None:
+    """The machine and the table."""
+    with open(path, "w") as file:
+        json.dump({**machine, "results": [asdict(result) for result in results]}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
