@@ -79,8 +79,3 @@ class SamplingParams:
             "logit_bias",
             "takes at most 1024 tokens with biases between -100 and 100",
         )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0

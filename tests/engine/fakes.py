@@ -8,7 +8,7 @@ block changes what it reads, and so the output: outputs equal `expected_output` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import Completion
+from pagoda.engine.params import SamplingParams
 from pagoda.engine.runner import build_batch
 from pagoda.engine.scheduler import Rows
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
@@ -144,3 +145,40 @@ def run(core: EngineCore, limit: int = 2000) -> dict[str, list[Completion]]:
                 samples[delta.index].add(delta)
         core.cache.check()
     raise AssertionError(f"still busy after {limit} steps")
+
+
+def random_load(
+    core: EngineCore,
+    rng: np.random.Generator,
+    *,
+    num_steps: int,
+    arrivals: float,
+    max_tokens: int,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Requests that share prefixes at random, some aborted; checks the books after each step, and every output.
+
+    Args:
+        arrivals: the chance that a step begins with a new request.
+        max_tokens: outputs are shorter than this.
+        before_step: called with the step's number.
+    """
+    prompts: dict[str, list[int]] = {}
+    finished: dict[str, list[int]] = {}
+    for step in range(num_steps):
+        before_step(step)
+        if rng.random() < arrivals and core.num_waiting < 5:
+            base = list(prompts.values())[rng.integers(len(prompts))][: rng.integers(60)] if prompts else []
+            name = f"r{step}"
+            prompts[name] = (base + rng.integers(1, VOCAB, rng.integers(1, 20)).tolist())[:70]
+            core.add(name, prompts[name], SamplingParams(max_tokens=int(rng.integers(1, max_tokens)), temperature=0.0))
+            finished[name] = []
+        if rng.random() < 0.05 and prompts:
+            core.abort(list(prompts)[rng.integers(len(prompts))])
+        for output in core.step():
+            finished[output.request_id] += output.deltas[0].token_ids
+        core.cache.check()
+    for name, completions in run(core, limit=100_000).items():
+        finished[name] += completions[0].token_ids
+    for name, tokens in finished.items():
+        assert tokens == expected_output(prompts[name], len(tokens))

@@ -10,7 +10,7 @@ from pagoda.engine.outputs import FinishReason
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
-from tests.engine.fakes import EOS, VOCAB, FakeTokenizer, expected_output, make_core, run
+from tests.engine.fakes import EOS, VOCAB, FakeTokenizer, expected_output, make_core, random_load, run
 
 
 def greedy(max_tokens: int = 8, **more: object) -> SamplingParams:
@@ -235,23 +235,6 @@ def test_queue_policies(policy: str) -> None:
 
 
 def test_random_load_leaks_nothing() -> None:
-    rng = np.random.default_rng(0)
     core, _ = make_core(num_blocks=40, token_budget=24, max_num_seqs=6, max_model_len=120)
-    prompts: dict[str, list[int]] = {}
-    finished: dict[str, list[int]] = {}
-    for step in range(600):
-        if rng.random() < 0.3 and core.num_waiting < 5:
-            base = list(prompts.values())[rng.integers(len(prompts))][: rng.integers(60)] if prompts else []
-            name = f"r{step}"
-            prompts[name] = (base + rng.integers(1, VOCAB, rng.integers(1, 20)).tolist())[:70]
-            core.add(name, prompts[name], greedy(int(rng.integers(1, 40))))
-            finished[name] = []
-        if rng.random() < 0.05 and prompts:
-            core.abort(list(prompts)[rng.integers(len(prompts))])
-        for output in core.step():
-            finished[output.request_id] += output.deltas[0].token_ids
-        core.cache.check()
-    run(core)
-    for name, tokens in finished.items():
-        assert tokens == expected_output(prompts[name], len(tokens))
+    random_load(core, np.random.default_rng(0), num_steps=600, arrivals=0.3, max_tokens=40)
     assert_idle(core)

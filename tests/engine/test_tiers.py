@@ -13,7 +13,7 @@ from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
-from tests.engine.fakes import VOCAB, expected_output, make_core, run
+from tests.engine.fakes import VOCAB, expected_output, make_core, random_load, run
 
 THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
 SLOW_RECOMPUTE = 1.0  # seconds a token: any load is worth it
@@ -182,27 +182,13 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
     tiers = [(MemoryTier(1 << 14), BACK), (FaultyTier(MemoryTier(1 << 16), faults), THROUGH)]
     core, _ = make_core(num_blocks=40 * len(windows), windows=windows, tiers=tiers, token_budget=24, max_model_len=120)
     core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
-    prompts: dict[str, list[int]] = {}
-    finished: dict[str, list[int]] = {}
-    for step in range(300):
+
+    def change_faults(step: int) -> None:
         if step % 50 == 0:
             faults.failing, faults.corrupting, faults.delay_s = rng.random(3) * (0.3, 0.3, 0.002)
             faults.unavailable = bool(rng.random() < 0.2)
-        if rng.random() < 0.4 and core.num_waiting < 5:
-            base = list(prompts.values())[rng.integers(len(prompts))][: rng.integers(60)] if prompts else []
-            name = f"r{step}"
-            prompts[name] = (base + rng.integers(1, VOCAB, rng.integers(1, 20)).tolist())[:70]
-            core.add(name, prompts[name], greedy(int(rng.integers(1, 20))))
-            finished[name] = []
-        if rng.random() < 0.05 and prompts:
-            core.abort(list(prompts)[rng.integers(len(prompts))])
-        for output in core.step():
-            finished[output.request_id] += output.deltas[0].token_ids
-        core.cache.check()
-    for name, completions in run(core, limit=100_000).items():
-        finished[name] += completions[0].token_ids
-    for name, tokens in finished.items():
-        assert tokens == expected_output(prompts[name], len(tokens))
+
+    random_load(core, rng, num_steps=300, arrivals=0.4, max_tokens=20, before_step=change_faults)
     assert core.cache.stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0
 
