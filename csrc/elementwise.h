@@ -34,17 +34,29 @@ void rms_norm(const NormArgs& a, int64_t row_begin, int64_t row_end) {
     }
 }
 
-template <typename T>
-void silu_mul(const SiluArgs& a, int64_t row_begin, int64_t row_end) {
+// g * sigmoid(slope(g)) * up: with slope(g) = g it is SiLU, and GELU's tanh form is a sigmoid of twice tanh's argument.
+template <typename T, typename Slope>
+void gated_product(const GatedArgs& a, int64_t row_begin, int64_t row_end, Slope slope) {
     for (int64_t row = row_begin; row < row_end; row++) {
         const T* gate = (const T*)a.gate_up + row * a.row_stride;
         const T* up = gate + a.inter;
         T* out = (T*)a.out + row * a.inter;
         for_each_vector(a.inter, [&](int64_t i, int64_t lanes) {
             const Vec g = load_lanes(gate + i, lanes);
-            store_lanes(out + i, g / (1.0f + exp(-g)) * load_lanes(up + i, lanes), lanes);
+            store_lanes(out + i, g / (1.0f + exp(-slope(g))) * load_lanes(up + i, lanes), lanes);
         });
     }
+}
+
+template <typename T>
+void silu_mul(const GatedArgs& a, int64_t row_begin, int64_t row_end) {
+    gated_product<T>(a, row_begin, row_end, [](Vec g) { return g; });
+}
+
+template <typename T>
+void gelu_mul(const GatedArgs& a, int64_t row_begin, int64_t row_end) {
+    constexpr float kTwiceRoot2OverPi = 1.5957691216f;
+    gated_product<T>(a, row_begin, row_end, [](Vec g) { return kTwiceRoot2OverPi * (g + 0.044715f * g * g * g); });
 }
 
 // Where the pool keeps a slot's entry of one head.

@@ -17,6 +17,7 @@ const IsaTable table = {
     .name = PAGODA_STRING(PAGODA_ISA),
     .rms_norm = {rms_norm<float>, rms_norm<bf16>, rms_norm<f16>},
     .silu_mul = {silu_mul<float>, silu_mul<bf16>, silu_mul<f16>},
+    .gelu_mul = {gelu_mul<float>, gelu_mul<bf16>, gelu_mul<f16>},
     .write_kv = {write_kv<float>, write_kv<bf16>, write_kv<f16>},
     .rope_write_kv = {rope_write_kv<float>, rope_write_kv<bf16>, rope_write_kv<f16>},
 #if defined(__AMX_BF16__)

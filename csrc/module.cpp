@@ -117,6 +117,14 @@ NB_MODULE(_native, m) {
         release);
 
     m.def(
+        "gelu_mul",
+        [](int dtype, Rows gate_up, uintptr_t out, int64_t rows, int64_t inter, int threads) {
+            gelu_mul(DType(dtype), {at<void>(std::get<0>(gate_up)), std::get<1>(gate_up), at<void>(out), inter}, rows,
+                     threads);
+        },
+        release);
+
+    m.def(
         "write_kv",
         [](int dtype, Heads k, Heads v, uintptr_t slots, Part keys, Part values, PoolShape shape, int64_t rows,
            int threads) {

@@ -30,9 +30,14 @@ void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads) {
                     [&](int64_t begin, int64_t end) { isa().rms_norm[dtype](args, begin, end); });
 }
 
-void silu_mul(DType dtype, const SiluArgs& args, int64_t rows, int threads) {
+void silu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads) {
     parallel_ranges(rows, grain(args.inter), threads,
                     [&](int64_t begin, int64_t end) { isa().silu_mul[dtype](args, begin, end); });
+}
+
+void gelu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads) {
+    parallel_ranges(rows, grain(args.inter), threads,
+                    [&](int64_t begin, int64_t end) { isa().gelu_mul[dtype](args, begin, end); });
 }
 
 void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads) {

@@ -7,7 +7,8 @@
 namespace pagoda {
 
 void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads);
-void silu_mul(DType dtype, const SiluArgs& args, int64_t rows, int threads);
+void silu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);
+void gelu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);
 void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads);
 void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads);
 void linear_bf16(const LinearArgs& args, int threads);

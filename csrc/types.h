@@ -49,7 +49,7 @@ struct NormArgs {
     float eps;
 };
 
-struct SiluArgs {
+struct GatedArgs {
     const void* gate_up;  // [rows, 2 * inter]
     int64_t row_stride;
     void* out;  // contiguous [rows, inter]
@@ -188,7 +188,8 @@ struct TileTable {
 struct IsaTable {
     const char* name;
     void (*rms_norm[kNumDTypes])(const NormArgs&, int64_t row_begin, int64_t row_end);
-    void (*silu_mul[kNumDTypes])(const SiluArgs&, int64_t row_begin, int64_t row_end);
+    void (*silu_mul[kNumDTypes])(const GatedArgs&, int64_t row_begin, int64_t row_end);
+    void (*gelu_mul[kNumDTypes])(const GatedArgs&, int64_t row_begin, int64_t row_end);
     void (*write_kv[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
     void (*rope_write_kv[kNumDTypes])(const RopeArgs&, int64_t row_begin, int64_t row_end);
     int64_t (*attention_scratch_bytes)(int64_t head_dim);

@@ -230,7 +230,7 @@ def _cache(
         return KVCache(layout, pool, policy)
     identity = {
         "weights": loaded.weights_identity,
-        "rope": repr(loaded.spec.rope),
+        "ropes": repr(loaded.spec.ropes),
         "compute": str(loaded.decoder.dtype),
     }
     # Memory of this process is written when the pool evicts; what outlives the process, at once.

@@ -22,6 +22,7 @@ from pagoda.kernels.cascade import find_shared_prefixes
 from pagoda.kernels.dispatch import (
     add_rms_norm,
     backend_name,
+    gelu_mul,
     linear,
     paged_attention,
     rms_norm,
@@ -41,6 +42,7 @@ __all__ = [
     "backend_name",
     "can_fuse",
     "find_shared_prefixes",
+    "gelu_mul",
     "linear",
     "paged_attention",
     "rms_norm",

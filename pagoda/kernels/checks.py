@@ -30,7 +30,7 @@ def check_gate_up(gate_up: torch.Tensor) -> None:
     """`[rows, 2 * inter]`, the last dimension contiguous."""
     _check_float("gate_up", gate_up)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise KernelError(f"silu_mul needs [rows, 2 * inter]; got {_show(gate_up)}")
+        raise KernelError(f"a gated product needs [rows, 2 * inter]; got {_show(gate_up)}")
     _check_rows("gate_up", gate_up)
 
 

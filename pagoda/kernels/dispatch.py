@@ -109,6 +109,23 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """GEGLU's product: `gelu(gate) * up`, with Gemma's tanh approximation of GELU (Shazeer, arXiv:2002.05202).
+
+    Args:
+        gate_up: `[rows, 2 * inter]`, the gate first.
+
+    Returns:
+        A new `[rows, inter]`.
+
+    Raises:
+        KernelError: wrong shape, dtype or strides.
+    """
+    checks.check_gate_up(gate_up)
+    result: torch.Tensor = _backend_for(gate_up).gelu_mul(gate_up)
+    return result
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`; few BF16 rows take a kernel that reads the weights at memory speed.
 

@@ -6,7 +6,7 @@ Threads are torch's number of threads. `PAGODA_ISA` (portable, avx2, avx512, amx
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -71,9 +71,18 @@ def add_rms_norm(
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `dispatch.silu_mul`."""
+    return _gated_product(_native.silu_mul, gate_up)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.gelu_mul`."""
+    return _gated_product(_native.gelu_mul, gate_up)
+
+
+def _gated_product(product: Callable[..., None], gate_up: torch.Tensor) -> torch.Tensor:
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inter, dtype=gate_up.dtype)
-    _native.silu_mul(
+    product(
         _DTYPES[gate_up.dtype],
         (gate_up.data_ptr(), gate_up.stride(0)),
         out.data_ptr(),

@@ -5,6 +5,7 @@ Arguments have passed `checks`; values are checked here, because torch would wra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -34,6 +35,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `dispatch.silu_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.gelu_mul`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    # The same as (1 + tanh(x)) / 2, which loses what is left of 1 - 1 where the gate is negative.
+    opening = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    return (gate * opening * up).to(gate_up.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

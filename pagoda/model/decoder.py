@@ -1,12 +1,12 @@
-"""Decoder: the layers of Llama, Mistral, Qwen2 and Qwen3 over a paged KV pool.
+"""Decoder: the layers of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 over a paged KV pool.
 
     token_ids ─> embed ─┬─> norm ─> qkv ─> rotate, write KV ─> paged attention ─> o ─┬─> norm ─> gate,up ─> down ─┐
                         └───────────────────────── residual ─────────────────────────┴────────────────────────────┴─>
                                                             x num_layers, then norm ─> lm_head, for the rows asked for
 
-The families differ in optional tensors (biases, query/key norms) and in each layer's window, so they are one class. The
-residual stream is kept apart from a layer's input (`hidden`, `residual`), so that each addition is fused with the norm
-after it.
+The families differ in optional tensors (biases, norms of queries and keys, norms after o and down), in constants, and
+in each layer's window and frequencies, so they are one class. The residual stream is kept apart from a layer's input
+(`hidden`, `residual`), so that each addition is fused with the norm after it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pagoda.kernels import (
     add_rms_norm,
     can_fuse,
     find_shared_prefixes,
+    gelu_mul,
     linear,
     paged_attention,
     rms_norm,
@@ -31,6 +32,7 @@ from pagoda.kernels import (
 )
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.hooks import LayerHook
+from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec
 
 
@@ -45,11 +47,13 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     output: torch.Tensor
     output_bias: torch.Tensor | None
+    attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    mlp_out_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,15 @@ class Decoder:
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._scale = spec.head_dim**-0.5
-        positions = torch.arange(spec.max_context, dtype=torch.float32)
-        angles = torch.outer(positions, spec.rope.frequencies(spec.head_dim))
-        self._cos = (angles.cos() * spec.rope.attention_factor).to(self.device)
-        self._sin = (angles.sin() * spec.rope.attention_factor).to(self.device)
-        self._can_fuse = can_fuse(weights.layers, weights.embedding, weights.lm_head, spec.num_heads, spec.head_dim)
+        tables = {rope: _rotations(spec, rope, self.device) for rope in set(spec.ropes)}
+        self._rotations = [tables[rope] for rope in spec.ropes]
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
+        self._multiply_gate = {"silu": silu_mul, "gelu_tanh": gelu_mul}[spec.activation]
+        self._can_fuse = (
+            len(tables) == 1
+            and not spec.sandwich_norms
+            and can_fuse(weights.layers, weights.embedding, weights.lm_head, spec.num_heads, spec.head_dim)
+        )
         self._fused: dict[tuple[int, ...], FusedDecoder] = {}
 
     @torch.inference_mode()
@@ -101,7 +108,7 @@ class Decoder:
         shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
         if hook is None and self._can_fuse:
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
-        hidden = self.weights.embedding[batch.token_ids]
+        hidden = self.weights.embedding[batch.token_ids] * self._embedding_scale
         residual = torch.zeros_like(hidden)
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
@@ -109,15 +116,16 @@ class Decoder:
             group = group_of_layer[index]
             used = hook.before_attention(index, q, k, v, batch) if hook else batch
             slots, view = used.slot_mapping[group], kv[index]
-            q = rope_write_kv(q, k, v, self._cos, self._sin, used.positions, view, slots)
+            q = rope_write_kv(q, k, v, *self._rotations[index], used.positions, view, slots)
             attention = paged_attention(
                 q,
                 view,
                 used.block_tables[group],
                 used.query_start,
                 used.context_lens,
-                scale=self._scale,
+                scale=spec.attention_scale,
                 window=spec.windows[index],
+                softcap=spec.attention_softcap,
                 need_mass=hook is not None and hook.needs_mass,
                 shared_prefixes=shared[group] if spec.windows[index] is None else (),
             )
@@ -130,16 +138,24 @@ class Decoder:
                 # Nothing reads the other rows any more.
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
             hidden = linear(attended.flatten(1), layer.output, layer.output_bias)
+            if layer.attention_out_norm is not None:
+                hidden = rms_norm(hidden, layer.attention_out_norm, spec.norm_eps)
             normed, residual = add_rms_norm(hidden, residual, layer.mlp_norm, spec.norm_eps)
-            gated = silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias))
+            gated = self._multiply_gate(linear(normed, layer.gate_up, layer.gate_up_bias))
             hidden = linear(gated, layer.down, layer.down_bias)
+            if layer.mlp_out_norm is not None:
+                hidden = rms_norm(hidden, layer.mlp_out_norm, spec.norm_eps)
         normed, _ = add_rms_norm(hidden, residual, self.weights.final_norm, spec.norm_eps)
-        return linear(normed, self.weights.lm_head).float()
+        logits = linear(normed, self.weights.lm_head).float()
+        if spec.logit_softcap is None:
+            return logits
+        return logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
 
     def _fused_for(self, group_of_layer: tuple[int, ...]) -> FusedDecoder:
         """All layers in one call, made at the first step: which layers share block tables is the caller's to say."""
         if group_of_layer not in self._fused:
             spec, weights = self.spec, self.weights
+            cos, sin = self._rotations[0]
             self._fused[group_of_layer] = FusedDecoder(
                 weights.layers,
                 spec.windows,
@@ -147,13 +163,13 @@ class Decoder:
                 embedding=weights.embedding,
                 final_norm=weights.final_norm,
                 lm_head=weights.lm_head,
-                cos=self._cos,
-                sin=self._sin,
+                cos=cos,
+                sin=sin,
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 eps=spec.norm_eps,
-                scale=self._scale,
+                scale=spec.attention_scale,
             )
         return self._fused[group_of_layer]
 
@@ -177,3 +193,10 @@ class Decoder:
             q = rms_norm(q, layer.q_norm, spec.norm_eps)
             k = rms_norm(k, layer.k_norm, spec.norm_eps)
         return q, k, v
+
+
+def _rotations(spec: ModelSpec, rope: RopeSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position, float32 `[max_context, head_dim / 2]` each."""
+    positions = torch.arange(spec.max_context, dtype=torch.float32)
+    angles = torch.outer(positions, rope.frequencies(spec.head_dim))
+    return (angles.cos() * rope.attention_factor).to(device), (angles.sin() * rope.attention_factor).to(device)

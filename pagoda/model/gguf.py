@@ -1,6 +1,6 @@
 """GGUF file -> Hugging Face folder in the cache, once; from then on it loads like any other folder.
 
-    name.gguf ──sha256──> $PAGODA_CACHE/models/<sha256>-<dtype>-v1/
+    name.gguf ──sha256──> $PAGODA_CACHE/models/<sha256>-<dtype>-v2/
                               config.json  tokenizer.json  tokenizer_config.json  model.safetensors
 
 Reading a GGUF's vocabulary and dequantizing takes seconds, mapping the finished folder does not. Quantized weights are
@@ -24,8 +24,14 @@ from pagoda.errors import UnsupportedModel, WeightsError
 from pagoda.model.files import Progress, cache_dir, content_hash, folder_written_atomically, no_progress
 from pagoda.model.gguf_tokenizer import tokenizer_files
 
-_FORMAT = "v1"  # Part of the folder's name: raise it when the conversion changes.
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FORMAT = "v2"  # Part of the folder's name: raise it when the conversion changes.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -45,6 +51,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# The largest of each Gemma scales queries by hidden_size / num_heads, the others by head_dim; GGUF does not say.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def convert_gguf(path: Path, dtype: torch.dtype, progress: Progress = no_progress) -> Path:
@@ -64,7 +77,7 @@ def convert_gguf(path: Path, dtype: torch.dtype, progress: Progress = no_progres
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise WeightsError(f"{path} is truncated or not a GGUF file: {error}") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = hf_config(metadata, tensors)
+    config = hf_config(metadata, tensors) | {"dtype": str(dtype).removeprefix("torch.")}
     files = tokenizer_files(metadata)
     converted = _convert_tensors(config, tensors, dtype, progress)
     try:
@@ -115,7 +128,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[s
     window = metadata.get(f"{architecture}.attention.sliding_window")
     windowed_llama = architecture == "llama" and window is not None
     eos = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata]
-    return {
+    config = {
         "architectures": ["MistralForCausalLM" if windowed_llama else _ARCHITECTURES[architecture]],
         "model_type": "mistral" if windowed_llama else architecture,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
@@ -136,6 +149,26 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[s
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(eos)),
     }
+    return config | _gemma_config(config, metadata) if architecture in _GEMMA_27B_LAYERS else config
+
+
+def _gemma_config(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Gemma's `config.json` says otherwise, or besides."""
+    kind = config["model_type"]
+    is_27b = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[kind]
+    query_size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    found: dict[str, Any] = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": query_size,
+        "attn_logit_softcapping": metadata.get(f"{kind}.attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get(f"{kind}.final_logit_softcapping"),
+    }
+    if kind == "gemma3":
+        local = {"rope_type": "default", "rope_theta": metadata.get("gemma3.rope.freq_base_swa", 10000.0)}
+        found["model_type"] = "gemma3_text"
+        found["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return found
 
 
 def _rope_parameters(value: Callable[..., Any], factors: gguf.ReaderTensor | None) -> dict[str, Any]:
@@ -161,6 +194,8 @@ def _convert_tensors(
 ) -> dict[str, torch.Tensor]:
     heads_of = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     permuted = config["model_type"] in ("llama", "mistral")
+    is_gemma = config["model_type"].startswith("gemma")
+    names = _GEMMA_LAYER_NAMES if is_gemma else _LAYER_NAMES
     converted = {}
     for done, (name, tensor) in enumerate(tensors.items(), start=1):
         if name == _ROPE_FACTORS:
@@ -169,18 +204,20 @@ def _convert_tensors(
         part = name.split(".")[2] if name.startswith("blk.") and name.count(".") == 3 else ""
         if permuted and part in heads_of:
             values = _unpermute(values, heads_of[part], name)
-        converted[_hf_name(name, part)] = torch.from_numpy(np.array(values, order="C")).to(dtype)
+        if is_gemma and name.endswith("norm.weight"):
+            values = values - 1.0  # llama.cpp stores what Gemma's norms multiply by, Hugging Face the distance from 1
+        converted[_hf_name(name, part, names)] = torch.from_numpy(np.array(values, order="C")).to(dtype)
         progress("converting GGUF", done, len(tensors))
     return converted
 
 
-def _hf_name(name: str, part: str) -> str:
+def _hf_name(name: str, part: str, names: Mapping[str, str]) -> str:
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
-    if part not in _LAYER_NAMES:
+    if part not in names:
         raise UnsupportedModel(f"the GGUF tensor {name!r} has no place in the decoder")
     _, layer, _, suffix = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+    return f"model.layers.{layer}.{names[part]}.{suffix}"
 
 
 def _unpermute(values: np.ndarray, heads: int, name: str) -> np.ndarray:

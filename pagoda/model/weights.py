@@ -141,7 +141,7 @@ def load_weights(
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(_layer(spec, loader, f"model.layers.{index}.") for index in range(spec.num_layers)),
-        final_norm=loader.tensor("model.norm.weight", (hidden,)),
+        final_norm=loader.tensor("model.norm.weight", (hidden,), offset=spec.norm_offset),
         lm_head=embedding if spec.tie_embeddings else loader.tensor("lm_head.weight", (spec.vocab_size, hidden)),
     )
     superfluous = set(loader.unread())
@@ -162,16 +162,17 @@ class _Loader:
         self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
         self._read: set[str] = set()
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.fused([(name, shape)])
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> torch.Tensor:
+        return self.fused([(name, shape)], offset=offset)
 
-    def fused(self, parts: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
-        """Tensors stacked along their first axis; each is copied once, straight to its place."""
+    def fused(self, parts: list[tuple[str, tuple[int, ...]]], *, offset: float = 0.0) -> torch.Tensor:
+        """Tensors stacked along their first axis, plus `offset`; each is copied once, straight to its place."""
         rows = sum(shape[0] for _, shape in parts)
         whole = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
         start = 0
         for name, shape in parts:
-            whole[start : start + shape[0]].copy_(self._source.read(name, shape))
+            values = self._source.read(name, shape)
+            whole[start : start + shape[0]].copy_(values.float() + offset if offset else values)
             start += shape[0]
             self._read.add(name)
             self._progress("loading weights", len(self._read), len(self._source.names))
@@ -193,20 +194,27 @@ def _layer(spec: ModelSpec, loader: _Loader, prefix: str) -> LayerWeights:
     def bias(present: bool, block: str, parts: list[tuple[str, int]]) -> torch.Tensor | None:
         return loader.fused([(f"{prefix}{block}.{part}.bias", (rows,)) for part, rows in parts]) if present else None
 
-    def head_norm(name: str) -> torch.Tensor | None:
-        return loader.tensor(f"{prefix}self_attn.{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
+    def norm(name: str, size: int = hidden) -> torch.Tensor:
+        return loader.tensor(f"{prefix}{name}.weight", (size,), offset=spec.norm_offset)
 
+    def head_norm(name: str) -> torch.Tensor | None:
+        return norm(f"self_attn.{name}", spec.head_dim) if spec.qk_norm else None
+
+    # Gemma calls the norm after attention what others call the one before the MLP.
+    sandwich = spec.sandwich_norms
     return LayerWeights(
-        input_norm=loader.tensor(f"{prefix}input_layernorm.weight", (hidden,)),
+        input_norm=norm("input_layernorm"),
         qkv=matrix("self_attn", qkv, hidden),
         qkv_bias=bias(spec.qkv_bias, "self_attn", qkv),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
         output=matrix("self_attn", [("o_proj", hidden)], q_rows),
         output_bias=bias(spec.output_bias, "self_attn", [("o_proj", hidden)]),
-        mlp_norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
+        mlp_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
         gate_up=matrix("mlp", gate_up, hidden),
         gate_up_bias=bias(spec.mlp_bias, "mlp", gate_up),
         down=matrix("mlp", [("down_proj", hidden)], inner),
         down_bias=bias(spec.mlp_bias, "mlp", [("down_proj", hidden)]),
+        mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )

@@ -18,12 +18,15 @@ LENGTH = 24
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "full-and-window"])
+@pytest.fixture(scope="module", params=["llama", "full-and-window", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     tokenizer = tokenizers_made_here.byte_level()
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}
     if request.param == "llama":
         reference = models.build("llama", **sizes)
+    elif request.param == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        reference = models.build("gemma3", sliding_window=32, num_hidden_layers=4, layer_types=kinds, **sizes)
     else:
         reference = models.build(
             "qwen2-mixed-windows", sliding_window=32, num_hidden_layers=4, max_window_layers=2, **sizes
@@ -91,6 +94,32 @@ def test_a_window_bounds_what_a_request_holds(model: tuple[Path, Any]) -> None:
     # 237 tokens: 30 blocks of 8 in the full group; in the other a window of 32, the newest block, a step's worth.
     assert max(held) <= 30 + (32 + 48) // 8 + 1
     assert held[-2] <= 30 + 32 // 8 + 2
+
+
+def test_sliding_layers_hold_a_window_however_long_the_context(tmp_path: Path) -> None:
+    tokenizer = tokenizers_made_here.byte_level()
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 4096}
+    folder = models.save(models.build("gemma3", sliding_window=32, **sizes), tmp_path)
+    engine = make(tokenizers_made_here.save(tokenizer, folder))
+    assert sorted((group.window or 0, len(group.layers)) for group in engine.core.cache.layout.groups) == [
+        (0, 1),
+        *[(32, 1)] * 5,
+    ]
+    peaks = {}
+    for length in (1000, 4000):
+        engine.core.cache.clear()
+        engine.core.add("r", list(range(3, 203)) * (length // 200), SamplingParams(max_tokens=20, temperature=0.0))
+        engine.core.step()
+        held = []
+        while engine.core.has_work:
+            held.append(engine.core.cache.num_held_blocks)
+            engine.core.step()
+        peaks[length] = max(held)
+    full = {length: -(-(length + 20) // 8) for length in peaks}
+    assert peaks[1000] - full[1000] == pytest.approx(peaks[4000] - full[4000], abs=5)
+    assert peaks[4000] - full[4000] <= 5 * ((32 + 48) // 8 + 1)
+    assert engine.core.cache.num_held_blocks == 0
+    engine.core.cache.check()
 
 
 def test_generate_takes_texts_and_tokens_and_returns_them_in_order(model: tuple[Path, Any]) -> None:

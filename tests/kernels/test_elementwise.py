@@ -50,15 +50,18 @@ def test_rms_norm_of_heads_in_a_wider_tensor(isa: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inter"), [(0, 8), (1, 1536), (3, 5), (200, 500)])
-def test_silu_mul(isa: str, rows: int, inter: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("product", ["silu_mul", "gelu_mul"])
+def test_gated_products(isa: str, rows: int, inter: int, dtype: torch.dtype, product: str) -> None:
     gate_up = normal(rows, 2 * inter, dtype=dtype) * 8
-    close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
+    close(getattr(native, product)(gate_up), getattr(reference, product)(gate_up))
 
 
-def test_silu_of_extremes(isa: str) -> None:
+@pytest.mark.parametrize("product", ["silu_mul", "gelu_mul"])
+def test_gates_of_extremes(isa: str, product: str) -> None:
     gate_up = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4, torch.nan, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    close(native.silu_mul(gate_up)[:, :5], reference.silu_mul(gate_up)[:, :5])
-    assert native.silu_mul(gate_up)[0, 5].isnan()
+    got = getattr(native, product)(gate_up)
+    close(got[:, :5], getattr(reference, product)(gate_up)[:, :5])
+    assert got[0, 5].isnan()
 
 
 def test_bf16_rounds_to_nearest_even(isa: str) -> None:
@@ -170,6 +173,8 @@ def test_wrong_arguments_raise() -> None:
     for gate_up in (torch.randn(3, 5), torch.randn(4), torch.ones(2, 4, dtype=torch.int32), torch.randn(4, 2).T):
         with pytest.raises(KernelError):
             kernels.silu_mul(gate_up)
+        with pytest.raises(KernelError):
+            kernels.gelu_mul(gate_up)
 
     rows = Rows(torch.float32)
     good = {"view": rows.view, "k": rows.k, "v": rows.v, "slot_mapping": rows.slots}

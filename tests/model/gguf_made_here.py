@@ -11,6 +11,12 @@ import tokenizers
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
+_ARCHITECTURE = {"gemma3_text": "gemma3"}
+_GEMMA_LAYER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -43,7 +49,8 @@ def write(
     pre: str = "gpt-2",
 ) -> Path:
     config = model.config
-    architecture = config.model_type
+    architecture = _ARCHITECTURE.get(config.model_type, config.model_type)
+    is_gemma = architecture.startswith("gemma")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -54,7 +61,8 @@ def write(
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_tokenizer(writer, tokenizer, config.vocab_size, pre)
     for key, value in (metadata or {}).items():
@@ -66,7 +74,9 @@ def write(
         values = parameter.float().numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        target = _name(name)
+        target = _name(name, _LAYER | _GEMMA_LAYER if is_gemma else _LAYER)
+        if is_gemma and "norm" in target:
+            values = values + 1
         if architecture == "llama" and ("attn_q." in target or "attn_k." in target):
             values = permute(values, config.num_attention_heads if "attn_q." in target else config.num_key_value_heads)
         if values.ndim == 2 and kind != Kind.F32:
@@ -106,11 +116,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: tokenizers.Tokenizer, voca
     writer.add_chat_template("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}")
 
 
-def _name(name: str) -> str:
+def _name(name: str, layer_names: dict[str, str]) -> str:
     if not name.startswith("model.layers."):
         fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
         stem, _, suffix = name.rpartition(".")
         return f"{fixed[stem]}.{suffix}"
     _, _, layer, rest = name.split(".", 3)
     stem, _, suffix = rest.rpartition(".")
-    return f"blk.{layer}.{_LAYER[stem]}.{suffix}"
+    return f"blk.{layer}.{layer_names[stem]}.{suffix}"

@@ -32,6 +32,10 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
@@ -46,6 +50,27 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
     "qwen2-mixed-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("Gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 6}),
+    "gemma3-own-pattern": (
+        "Gemma3",
+        {
+            "sliding_window": 13,
+            "num_key_value_heads": 1,
+            "rope_parameters": GEMMA3_ROPE,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "final_logit_softcapping": 4.0,
+        },
+    ),
     "qwen3-mixed-windows": ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
 }
 
@@ -53,13 +78,14 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 def build(variant: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
     """A random model whose every tensor matters: norms and biases too are random, not ones and zeros."""
     family, options = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options, **changes}, attn_implementation="eager")
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **changes}, attn_implementation="eager")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in family else 0.0)
             else:
                 parameter.normal_(0.0, 0.3)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -16,9 +17,10 @@ from gguf import GGMLQuantizationType as Kind
 from pagoda.errors import ModelError, UnsupportedModel, WeightsError
 from pagoda.model import gguf as converter
 from pagoda.model.loader import load_model
+from pagoda.model.spec import ModelSpec
 from tests.model import tokenizers_made_here as made
 from tests.model.gguf_made_here import write
-from tests.model.models import LLAMA3_ROPE, build, reference_logits
+from tests.model.models import GEMMA3_ROPE, LLAMA3_ROPE, build, reference_logits
 from tests.model.paged import PagedRun
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -50,6 +52,51 @@ def test_float_gguf_equals_the_model_it_was_made_from(variant, tmp_path):
     assert (logits(loaded, ids) - reference_logits(model, ids)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("variant", "metadata"),
+    [
+        ("gemma2", {"sliding_window": 11, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+        ("gemma3", {"sliding_window": 8}),
+        (
+            "gemma3-scaled",
+            {
+                "sliding_window": 8,
+                "rope.scaling.type": "linear",
+                "rope.scaling.factor": 2.0,
+                "rope.freq_base_swa": 100.0,
+            },
+        ),
+    ],
+)
+def test_gemma_gguf_equals_the_model_it_was_made_from(variant, metadata, tmp_path):
+    name, _, scaled = variant.partition("-")
+    changes = {"rope_parameters": GEMMA3_ROPE} if scaled else {}
+    model = small(name, query_pre_attn_scalar=SIZES["head_dim"], **changes)
+    names = {"sliding_window": "attention.sliding_window"}
+    keyed = {f"{name}.{names.get(key, key)}": value for key, value in metadata.items()}
+    folder = converter.convert_gguf(write(tmp_path / "m.gguf", model, TOKENIZER, metadata=keyed), torch.float32)
+    loaded = load_model(str(folder))
+    assert loaded.spec.windows == ModelSpec.from_hf_config(model.config.to_dict() | {"architectures": None}).windows
+    ids = loaded.tokenizer.encode(TEXT)
+    assert (logits(loaded, ids) - reference_logits(model, ids)).abs().max() < 1e-3
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert (reference_logits(again, ids) - reference_logits(model, ids)).abs().max() < 1e-3
+
+
+def test_the_largest_gemmas_scale_queries_by_the_width_of_the_model():
+    def query_size(kind, layers, heads):
+        sizes = {"block_count": layers, "embedding_length": 5376, "feed_forward_length": 8, "context_length": 64}
+        attention = {"attention.head_count": heads, "attention.key_length": 128, "attention.value_length": 128}
+        metadata = {"attention.layer_norm_rms_epsilon": 1e-6, **sizes, **attention}
+        keyed = {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in metadata.items()}
+        embedding = SimpleNamespace(shape=(5376, 1000))
+        return converter.hf_config(keyed, {"token_embd.weight": embedding})["query_pre_attn_scalar"]
+
+    assert query_size("gemma3", 62, 32) == 168
+    assert query_size("gemma3", 48, 16) == 128
+    assert query_size("gemma2", 46, 32) == 168
+
+
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0], ids=lambda kind: kind.name)
 def test_quantized_gguf_equals_its_dequantized_weights(kind, llama, tmp_path):
     loaded = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, kind=kind)), dtype="float32")
@@ -73,7 +120,7 @@ def test_stretched_context(tmp_path):
     loaded = load_model(str(write(tmp_path / "m.gguf", model, TOKENIZER, rope_factors=factors)), dtype="float32")
     ids = list(range(100))
     assert (logits(loaded, ids) - reference_logits(model, ids)).abs().max() < 1e-3
-    assert loaded.spec.rope.kind == "factors"
+    assert loaded.spec.ropes[0].kind == "factors"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +130,7 @@ def test_stretched_context(tmp_path):
 def test_rope_scaling_metadata(kind, factor, extra, llama, tmp_path):
     metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor, **extra}
     spec = load_model(str(write(tmp_path / "m.gguf", llama, TOKENIZER, metadata=metadata))).spec
-    assert (spec.rope.kind, spec.rope.factor) == (kind, factor)
+    assert (spec.ropes[0].kind, spec.ropes[0].factor) == (kind, factor)
 
 
 def test_a_sliding_window_in_the_metadata(llama, tmp_path):
@@ -194,8 +241,8 @@ def test_unsupported_pre_tokenizers_are_not_guessed(llama, tmp_path):
 
 
 def test_metadata_checks():
-    with pytest.raises(UnsupportedModel, match="'gemma3' is not supported; supported are llama, qwen2, qwen3"):
-        converter.hf_config({"general.architecture": "gemma3"}, {})
+    with pytest.raises(UnsupportedModel, match="'mamba' is not supported; supported are llama, qwen2, qwen3"):
+        converter.hf_config({"general.architecture": "mamba"}, {})
     with pytest.raises(WeightsError, match=r"lacks llama\.attention\.head_count"):
         converter.hf_config({"general.architecture": "llama"}, {})
     sizes = {"llama.attention.head_count": 4, "llama.embedding_length": 64, "llama.rope.dimension_count": 8}
@@ -226,7 +273,14 @@ def test_the_converted_folder_is_a_hugging_face_model(llama, tmp_path):
     folder = converter.convert_gguf(write(tmp_path / "m.gguf", llama, TOKENIZER), torch.float32)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert torch.equal(again.lm_head.weight, llama.lm_head.weight)
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "float32"
+
+
+def test_a_converted_folder_says_what_its_weights_are(llama, tmp_path):
+    folder = converter.convert_gguf(write(tmp_path / "m.gguf", llama, TOKENIZER), torch.bfloat16)
+    assert load_model(str(folder)).decoder.dtype == torch.bfloat16
 
 
 def test_damaged_files_never_fail_in_an_unnamed_way(llama, tmp_path, cache):

