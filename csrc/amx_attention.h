@@ -201,7 +201,7 @@ inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const S
 
 void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
-    if (rows < kMinAmxRows || head_dim % kTileDepth != 0) return attention<bf16>(a, t, memory);
+    if (t.num_kv_heads > 1 || rows < kMinAmxRows || head_dim % kTileDepth != 0) return attention<bf16>(a, t, memory);
     const AmxScratch s(memory, head_dim);
     const TileConfig configured;
     const int64_t padded_rows = (rows + kTileSide - 1) / kTileSide * kTileSide;
@@ -211,12 +211,12 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
-    Entries<bf16> next(a, t, t.key_begin);
+    Entries<bf16> next(a, t, t.kv_head, t.key_begin);
     for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, t.key_end);
         const int count = (int)(end - begin);
         const Entries<bf16> entries = next;
-        next = Entries<bf16>(a, t, end);
+        next = Entries<bf16>(a, t, t.kv_head, end);
         pack_keys(entries, next, count, head_dim, s.k);
         pack_values(entries, count, head_dim, s.vt);
         for (int64_t r = 0; r < rows; r += kTileSide) {
@@ -240,7 +240,7 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
             for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(row[i] + d, lanes[i]);
         }
         for (int64_t i = 0; i < smaller<int64_t>(kTileSide, rows - r); i++) {
-            finish_row<bf16>(a, t, r + i, row[i], s.top[r + i], s.sum[r + i]);
+            finish_row<bf16>(a, t, 0, r + i, row[i], s.top[r + i], s.sum[r + i]);
         }
     }
 }

@@ -13,7 +13,7 @@ void add_mass(DType dtype, const AttentionArgs& args, const Batch& batch, int th
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     std::vector<MassTile> tasks;
     for (int64_t r = 0; r < batch.num_requests; r++) {
-        for (const Tile& t : request_tiles(args, batch, r)) {
+        for (const Tile& t : request_tiles(args, batch, r, 1)) {
             if (t.row_begin != 0) continue;  // one task has all rows, so that no two add to the same entry
             float* mass = batch.mass + (r * args.pool.num_kv_heads + t.kv_head) * batch.mass_stride;
             for (int64_t begin = t.key_begin; begin < batch.context_lens[r]; begin += kKeys) {

@@ -13,11 +13,14 @@
 namespace pagoda {
 namespace {
 
-constexpr int64_t kMinPartKeys = 256;   // shorter parts cost more to merge than they balance
+constexpr int64_t kMinPartKeys = 256;   // of one KV head; shorter parts cost more to merge than they balance
+constexpr int64_t kFewRows = 4;         // of a KV head; with more of them, arithmetic counts and not the length of runs
 constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
 
 // A tile's time in units of one key against up to 16 rows.
-int64_t cost(const Tile& t) { return (t.key_end - t.key_begin) * ((t.row_end - t.row_begin + 15) / 16); }
+int64_t cost(const Tile& t) {
+    return (t.key_end - t.key_begin) * ((t.row_end - t.row_begin + 15) / 16) * t.num_kv_heads;
+}
 
 // A tile, and where its request's rows are among those of the requests it shares blocks with.
 struct Whole {
@@ -48,6 +51,7 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
                                    .first_token_row = token_row,
                                    .first_position = keys,
                                    .kv_head = head,
+                                   .num_kv_heads = 1,
                                    .row_begin = begin,
                                    .row_end = std::min(begin + kTileRows, rows),
                                    .key_begin = 0,
@@ -72,7 +76,9 @@ std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch) {
     for (int64_t r = 0; r < batch.num_requests; r++) {
         const int64_t token_row = batch.query_start[r], query_len = batch.query_start[r + 1] - token_row;
         const SharedPrefix* shared = shared_by[r];
-        for (const Tile& tile : request_tiles(args, batch, r)) {
+        const int64_t rows = query_len * group;
+        const int heads_at_once = rows <= kFewRows ? kTileRows / kFewRows : 1;
+        for (const Tile& tile : request_tiles(args, batch, r, heads_at_once)) {
             Whole whole = {tile, shared, 0};
             if (shared) {
                 whole.tile.key_begin = int64_t{shared->num_blocks} * args.pool.block_size;
@@ -104,13 +110,13 @@ public:
 
 private:
     int64_t num_parts(const Tile& t) const {
-        const int64_t most = std::max<int64_t>(1, (t.key_end - t.key_begin) / kMinPartKeys);
+        const int64_t most = std::max<int64_t>(1, (t.key_end - t.key_begin) * t.num_kv_heads / kMinPartKeys);
         return std::clamp<int64_t>((cost(t) + longest_ - 1) / longest_, 1, most);
     }
 
     // Adds the tile's parts as tasks with a place of their own for what they compute.
     std::vector<Source> split(const Tile& t) {
-        const int64_t rows = t.row_end - t.row_begin, keys = t.key_end - t.key_begin, parts = num_parts(t);
+        const int64_t rows = t.num_kv_heads * (t.row_end - t.row_begin), keys = t.key_end - t.key_begin, parts = num_parts(t);
         const int64_t floats = rows * (head_dim_ + 1);
         float* next = plan_.partials.emplace_back(std::make_unique_for_overwrite<float[]>(parts * floats)).get();
         std::vector<Source> sources;
@@ -133,26 +139,24 @@ private:
             return;
         }
         const std::vector<Source> parts = split(t);
-        if (!own.shared) {
-            add_merge(t, t.row_begin, t.row_end, parts, {}, 0);
-            return;
-        }
+        for (int h = 0; !own.shared && h < t.num_kv_heads; h++) add_merge(t, h, t.row_begin, t.row_end, parts, {}, 0);
         for (const SharedTile& s : shared_) {
-            if (s.shared != own.shared || s.tile.kv_head != t.kv_head) continue;
+            const int head = s.tile.kv_head - t.kv_head;
+            if (s.shared != own.shared || head < 0 || head >= t.num_kv_heads) continue;
             // Rows of both, counted as the request counts its own.
             const int64_t first = s.tile.row_begin - own.first_shared_row;
             const int64_t begin = std::max(t.row_begin, first), end = std::min(t.row_end, s.tile.row_end - own.first_shared_row);
-            if (begin < end) add_merge(t, begin, end, parts, s.parts, begin - first);
+            if (begin < end) add_merge(t, head, begin, end, parts, s.parts, begin - first);
         }
     }
 
-    void add_merge(const Tile& t, int64_t begin, int64_t end, const std::vector<Source>& own,
+    void add_merge(const Tile& t, int head, int64_t begin, int64_t end, const std::vector<Source>& own,
                    const std::vector<Source>& shared, int64_t shared_row) {
         const size_t first = plan_.sources.size();
         auto add = [&](const Source& s, int64_t row) { plan_.sources.push_back({s.out + row * head_dim_, s.lse + row}); };
-        for (const Source& s : own) add(s, begin - t.row_begin);
+        for (const Source& s : own) add(s, head * (t.row_end - t.row_begin) + begin - t.row_begin);
         for (const Source& s : shared) add(s, shared_row);
-        plan_.merges.push_back({t.first_token_row, t.kv_head, begin, end, first, plan_.sources.size() - first});
+        plan_.merges.push_back({t.first_token_row, t.kv_head + head, begin, end, first, plan_.sources.size() - first});
     }
 
     int64_t head_dim_;
@@ -204,12 +208,12 @@ void store_as(DType dtype, void* to, int64_t index, float value) {
 
 }  // namespace
 
-std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request) {
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once) {
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     const int64_t token_row = batch.query_start[request], query_len = batch.query_start[request + 1] - token_row;
     const int64_t first_position = batch.context_lens[request] - query_len, rows = query_len * group;
     std::vector<Tile> result;
-    for (int head = 0; head < args.pool.num_kv_heads; head++) {
+    for (int head = 0; head < args.pool.num_kv_heads; head += heads_at_once) {
         for (int64_t begin = 0; begin < rows; begin += kTileRows) {
             const int64_t end = std::min(begin + kTileRows, rows);
             const int64_t first = first_position + begin / group, last = first_position + (end - 1) / group;
@@ -218,6 +222,7 @@ std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, i
                               .first_token_row = token_row,
                               .first_position = first_position,
                               .kv_head = head,
+                              .num_kv_heads = std::min(heads_at_once, args.pool.num_kv_heads - head),
                               .row_begin = begin,
                               .row_end = end,
                               .key_begin = args.window > first ? 0 : first - args.window + 1,

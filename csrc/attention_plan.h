@@ -47,8 +47,8 @@ void check_attention(const AttentionArgs& args, const Batch& batch);
 // Valid for all layers whose pools have the same shape and whose window is the same: of the pool, only sizes are used.
 AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int threads);
 
-// One request's rows, tile by tile and KV head by KV head, against all they see.
-std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request);
+// One request's rows, tile by tile and `heads_at_once` KV heads by as many, against all they see.
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once);
 
 void attend(DType dtype, const AttentionArgs& args, const Tile& task);
 void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& rows);

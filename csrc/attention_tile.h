@@ -44,16 +44,16 @@ struct Entries {
     const T* values[kTileKeys];
     int count;
 
-    // Those from `begin` on, as many as fit and the tile has: maybe none.
-    Entries(const AttentionArgs& a, const Tile& t, int64_t begin)
+    // A head's from `begin` on, as many as fit and the tile has: maybe none.
+    Entries(const AttentionArgs& a, const Tile& t, int kv_head, int64_t begin)
         : count((int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, t.key_end - begin))) {
         const Pool& pool = a.pool;
         int64_t slot = begin % pool.block_size;
         const int32_t* block = t.blocks + begin / pool.block_size;
         for (int j = 0; j < count;) {
-            const T* k = (const T*)pool.keys.data + *block * pool.keys.block_stride + t.kv_head * pool.keys.head_stride;
+            const T* k = (const T*)pool.keys.data + *block * pool.keys.block_stride + kv_head * pool.keys.head_stride;
             const T* v =
-                (const T*)pool.values.data + *block * pool.values.block_stride + t.kv_head * pool.values.head_stride;
+                (const T*)pool.values.data + *block * pool.values.block_stride + kv_head * pool.values.head_stride;
             for (; slot < pool.block_size && j < count; slot++, j++) {
                 keys[j] = k + slot * pool.keys.slot_stride;
                 values[j] = v + slot * pool.values.slot_stride;
@@ -230,32 +230,33 @@ inline void softmax_step(float* scores, int count, float& top, float& total, flo
 }
 
 template <typename T>
-inline void load_queries(const AttentionArgs& a, const Tile& t, int64_t row_begin, int64_t rows, float* q) {
+inline void load_queries(const AttentionArgs& a, const Tile& t, int kv_head, int64_t row_begin, int64_t rows, float* q) {
     const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
     const float scale = query_scale(a);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = row_begin + r;
         const T* from = (const T*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
-                        (t.kv_head * group + row % group) * a.q_head_stride;
+                        (kv_head * group + row % group) * a.q_head_stride;
         for_each_vector(head_dim, [&](int64_t i, int64_t lanes) {
             store(q + r * padded(head_dim) + i, load_lanes(from + i, lanes) * scale);
         });
     }
 }
 
-// Where a row's result goes: the caller's output, or a part of a split context.
+// Where row `r` of the tile's head `h` goes: the caller's output, or a part of a split context.
 template <typename T>
-inline void finish_row(const AttentionArgs& a, const Tile& t, int64_t r, const float* acc, float top, float total) {
+inline void finish_row(const AttentionArgs& a, const Tile& t, int h, int64_t r, const float* acc, float top, float total) {
     const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
     const float inverse = total > 0 ? 1.0f / total : 0.0f;
     const float lse = total > 0 ? top * kLn2 + logf(total) : -INFINITY;
     if (t.partial_out) {
-        for (int64_t i = 0; i < head_dim; i++) t.partial_out[r * head_dim + i] = acc[i] * inverse;
-        t.partial_lse[r] = lse;
+        const int64_t to = h * (t.row_end - t.row_begin) + r;
+        for (int64_t i = 0; i < head_dim; i++) t.partial_out[to * head_dim + i] = acc[i] * inverse;
+        t.partial_lse[to] = lse;
         return;
     }
     const int64_t row = t.row_begin + r;
-    const int64_t to = (t.first_token_row + row / group) * a.num_heads + t.kv_head * group + row % group;
+    const int64_t to = (t.first_token_row + row / group) * a.num_heads + (t.kv_head + h) * group + row % group;
     T* out = (T*)a.out + to * head_dim;
     for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(acc + i) * inverse, lanes); });
     a.lse[to] = lse;
@@ -263,31 +264,37 @@ inline void finish_row(const AttentionArgs& a, const Tile& t, int64_t r, const f
 
 template <typename T>
 void attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
     const int64_t group = a.num_heads / a.pool.num_kv_heads;
     const Scratch s(memory, head_dim);
-    load_queries<T>(a, t, t.row_begin, rows, s.q);
-    memset(s.acc, 0, rows * padded(head_dim) * sizeof(float));
-    for (int64_t r = 0; r < rows; r++) {
+    for (int h = 0; h < t.num_kv_heads; h++) {
+        load_queries<T>(a, t, t.kv_head + h, t.row_begin, rows, s.q + h * rows * padded(head_dim));
+    }
+    memset(s.acc, 0, all_rows * padded(head_dim) * sizeof(float));
+    for (int64_t r = 0; r < all_rows; r++) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
-    Entries<T> next(a, t, t.key_begin);
+    Entries<T> next(a, t, t.kv_head, t.key_begin);
     for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, t.key_end);
-        const Entries<T> entries = next;
-        next = Entries<T>(a, t, end);
-        score(s.q, head_dim, entries, next, rows, s.scores);
-        for (int64_t r = 0; r < rows; r++) {
-            float* scores = s.scores + r * kTileKeys;
-            soft_cap(a, scores, entries.count);
-            const int count = mask(scores, seen(a, t, group, t.row_begin + r, begin, end), entries.count);
-            softmax_step(scores, count, s.top[r], s.sum[r], s.acc + r * padded(head_dim), head_dim);
+        for (int h = 0; h < t.num_kv_heads; h++) {
+            const Entries<T> entries = next;
+            const bool last = h + 1 == t.num_kv_heads;
+            next = Entries<T>(a, t, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
+            float* acc = s.acc + h * rows * padded(head_dim);
+            score(s.q + h * rows * padded(head_dim), head_dim, entries, next, rows, s.scores);
+            for (int64_t r = 0; r < rows; r++) {
+                float* scores = s.scores + r * kTileKeys;
+                soft_cap(a, scores, entries.count);
+                const int count = mask(scores, seen(a, t, group, t.row_begin + r, begin, end), entries.count);
+                softmax_step(scores, count, s.top[h * rows + r], s.sum[h * rows + r], acc + r * padded(head_dim), head_dim);
+            }
+            accumulate(s.scores, entries, head_dim, rows, acc);
         }
-        accumulate(s.scores, entries, head_dim, rows, s.acc);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        finish_row<T>(a, t, r, s.acc + r * padded(head_dim), s.top[r], s.sum[r]);
+    for (int64_t r = 0; r < all_rows; r++) {
+        finish_row<T>(a, t, (int)(r / rows), r % rows, s.acc + r * padded(head_dim), s.top[r], s.sum[r]);
     }
 }
 
@@ -299,10 +306,10 @@ void attention_mass(const AttentionArgs& a, const MassTile& m, void* memory) {
     const Scratch s(memory, head_dim);
     for (int64_t row = t.row_begin; row < t.row_end; row += kTileRows) {
         const int64_t rows = smaller<int64_t>(kTileRows, t.row_end - row);
-        load_queries<T>(a, t, row, rows, s.q);
+        load_queries<T>(a, t, t.kv_head, row, rows, s.q);
         for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
             const int64_t end = smaller(begin + kTileKeys, t.key_end);
-            const Entries<T> entries(a, t, begin), next(a, t, end);
+            const Entries<T> entries(a, t, t.kv_head, begin), next(a, t, t.kv_head, end);
             score(s.q, head_dim, entries, next, rows, s.scores);
             float* mass = m.mass + (begin - t.key_begin);
             for (int64_t r = 0; r < rows; r++) {

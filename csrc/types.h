@@ -99,19 +99,21 @@ struct AttentionArgs {
 constexpr int kTileRows = 128;  // most query rows of one tile
 constexpr int kTileKeys = 64;   // KV entries scored before one softmax update
 
-// The work of one task: some query rows of one request and KV head, against some of its KV entries.
+// The work of one task: some query rows of one request, those of one KV head or of several, against some of its KV entries.
 //
 //     rows of a request and KV head, numbered position-major:   row = position * group + head_in_group
 //     so the heads of a group, which share every key, sit next to each other and one read of a key serves all.
+//
+// KV heads lie next to each other in a block, so few rows of several heads read memory in longer runs than one head's.
 struct Tile {
     const int32_t* blocks;    // the request's row of the block table
     int64_t request;
     int64_t first_token_row;  // the request's first row in q
     int64_t first_position;   // KV index of that row: context_len - query_len
-    int kv_head;
-    int64_t row_begin, row_end;
+    int kv_head, num_kv_heads;
+    int64_t row_begin, row_end;  // of each KV head; all heads' rows together are at most kTileRows
     int64_t key_begin, key_end;
-    // Where a split context leaves its part: [rows, head_dim] normalised, and [rows]. Null: write out and lse.
+    // Where a split context leaves its part: [heads, rows, head_dim] normalised, and [heads, rows]. Null: write out and lse.
     float* partial_out;
     float* partial_lse;
 };
