@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format install bench clean
+.PHONY: help serve test lint format install bench bench-peers clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,10 @@ format: install  ## Put the code into its format
 
 bench: install  ## Measure what the README claims
 	$(BIN)/python -m benchmarks.show $(ARGS)
+
+bench-peers: install  ## Measure Pagoda beside vLLM, llama.cpp and Transformers (hours; ARGS="--quick" tries it out)
+	$(PIP) install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:  ## Remove what was built or installed
 	rm -rf $(VENV) build

@@ -4,6 +4,7 @@ hit      a prompt that is known in full: match, acquire, reserve, release (targe
 digests  the chained BlockKeys of that prompt (target: 5 ms)
 tree     a tree of many blocks: the same calls in it, bytes of memory per block with tokens (target: 150), evictions
 decode   reserve and advance by one token, per running request
+vllm     the calls of `hit` on vLLM's KVCacheManager (with --vllm PYTHON, one in which vLLM is installed)
 
 Times are in microseconds. The pool is a fake that copies nothing, and torch is not loaded.
 """
@@ -14,9 +15,11 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,8 +70,8 @@ def compute(cache: KVCache, tokens: TokenArray) -> None:
 class Stopwatch:
     """Collects the times of named calls."""
 
-    def __init__(self) -> None:
-        self.times: dict[str, list[float]] = {}
+    def __init__(self, times: dict[str, list[float]] | None = None) -> None:
+        self.times = {} if times is None else times
 
     def __call__(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()
@@ -189,7 +192,14 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     return {"running": args.running, "mean_us": mean, "us": {name: spread(values) for name, values in times.items()}}
 
 
-SECTIONS = {"hit": hit, "digests": digests, "tree": tree, "decode": decode}
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    script = Path(__file__).parent / "peers" / "vllm_metadata.py"
+    command = [args.vllm, str(script), str(args.tokens), str(min(args.rounds, 30))]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    return {"us": Stopwatch(json.loads(output.splitlines()[-1])).summary()}
+
+
+SECTIONS = {"hit": hit, "digests": digests, "tree": tree, "decode": decode, "vllm": vllm}
 
 
 def table(name: str, result: dict[str, Any]) -> Table:
@@ -209,11 +219,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000, help="size of `tree`")
     parser.add_argument("--running", type=int, default=64, help="requests of `decode`")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--vllm", metavar="PYTHON", help="also measure the vLLM that this interpreter imports")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="default: all that can run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
+    if "vllm" in (args.only or []) and not args.vllm:
+        parser.error("section vllm needs --vllm PYTHON")
     results = {}
-    for name in args.only:
+    for name in args.only or [name for name in SECTIONS if name != "vllm" or args.vllm]:
         results[name] = SECTIONS[name](args)
         if not args.json:
             Console().print(table(name, results[name]))
