@@ -1,6 +1,6 @@
 """vLLM's bookkeeping for a prompt it knows in full: run by `benchmarks.metadata --vllm PYTHON`, in vLLM's environment.
 
-Prints one JSON line: microseconds of each call, a list of rounds each. The same calls as our `hit`, in its words: hash the
+Prints one JSON line: microseconds of each call, round by round. The same calls as our `hit`, in its words: hash the
 prompt's blocks, match them, allocate what is missing, free all.
 """
 
