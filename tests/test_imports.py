@@ -72,10 +72,12 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "speed": (),
     "breaker": (),
     "transfer": ("breaker", "keys", "layout", "speed", *TIER_PROTOCOL),
-    "hierarchy": ("keys", "layout", "transfer", *TIER_PROTOCOL),
+    "fetch": ("transfer", *TIER_PROTOCOL),
+    "hierarchy": ("fetch", "keys", "layout", "transfer", *TIER_PROTOCOL),
+    "restore": ("fetch", "lease", "radix_node", "transfer"),
     "observe": LEAVES,
     "cache": ("computing", "lease", "observe", *LEAVES),
-    "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "transfer", *LEAVES, *TIER_PROTOCOL),
+    "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
 USES_TORCH = {"pool"}
 

@@ -33,6 +33,7 @@ from pagoda.engine.text import OutputText
 from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
+from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import as_tokens
 from pagoda.model.sampler import SampledToken, SamplerState, sample
@@ -84,7 +85,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests) or self.cache.is_restoring  # a restore whose request is gone must end too
+        return bool(self._requests)
 
     @property
     def num_running(self) -> int:
@@ -105,6 +106,7 @@ class EngineCore:
         scope: Scope = Scope(),
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
+        tier_use: TierUse = TierUse(),
     ) -> None:
         """Queue a request.
 
@@ -124,6 +126,7 @@ class EngineCore:
             raise InvalidRequest(f"a lease ends after the prompt of {tokens.size} tokens", param="leases")
         max_tokens = self._max_tokens(int(tokens.size), params)
         request = Request(request_id, tokens, params, scope, priority, max_tokens)
+        request.tier_use = tier_use
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._new_sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
@@ -180,8 +183,9 @@ class EngineCore:
                 self.cache.wait(_RESTORE_WAIT_S)
             return []
         self._note_admissions(plan)
+        computing_since = time.perf_counter()
         logits = self._runner.execute(plan)
-        self._note_speed(plan, time.perf_counter() - started)
+        self._note_speed(plan, time.perf_counter() - computing_since)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)
@@ -227,11 +231,13 @@ class EngineCore:
 
     def _note_admissions(self, plan: Sequence[Rows]) -> None:
         for rows in plan:
-            request = rows.sample.request
-            if request.admitted_at is None:
+            request, lease = rows.sample.request, rows.sample.running_lease
+            if request.first_lease is None:
                 request.admitted_at = time.perf_counter()
-                request.num_hit_tokens = rows.sample.running_lease.num_hit_tokens
-                self.cache.note_hit(rows.sample.running_lease)
+                request.first_lease = lease
+                self.cache.note_hit(lease)
+            if rows.needs_logits and not request.token_times and not request.is_announced:
+                request.is_announced = True  # only now it is known what came from tiers
                 self._remember(request)
                 for observer in self.observers:
                     observer.on_admitted(int(request.prompt.size), request.num_hit_tokens)

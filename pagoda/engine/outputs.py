@@ -134,7 +134,7 @@ class EngineObserver(Protocol):
         """A forward pass ended."""
 
     def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """A request started: its prompt has so many tokens, of which so many were hits."""
+        """The last of a new request's prompt is about to be computed: so many tokens, of which so many were hits."""
 
     def on_finished(self, stats: RequestStats) -> None:
         """A request ended, for whatever reason."""

@@ -18,7 +18,7 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
 from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import Lease
+from pagoda.kv.lease import Lease, TierUse
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray
 from pagoda.model.sampler import SamplerState
@@ -71,7 +71,6 @@ class Sample:
     text: OutputText
     lease: Lease | None = None
     pending: PendingPrefix | None = None
-    asked_tiers: bool = False
     finish_reason: FinishReason | None = None
 
     @property
@@ -100,8 +99,10 @@ class Request:
         leases: wishes, in order of their ends.
         outcomes: what became of the first of them.
         samples: one until the prompt is computed, then `params.n`.
-        num_hit_tokens: prompt tokens found in the cache when the request first ran.
+        tier_use: what it allows of the tiers below the device.
+        first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
+        is_announced: observers were told of it.
     """
 
     request_id: str
@@ -113,17 +114,24 @@ class Request:
     leases: tuple[LeaseSpec, ...] = ()
     outcomes: list[LeaseOutcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    num_hit_tokens: int = 0
+    tier_use: TierUse = field(default_factory=TierUse)
+    first_lease: Lease | None = None
     explanation: Explanation | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     token_times: list[float] = field(default_factory=list)
+    is_announced: bool = False
 
     @property
     def is_finished(self) -> bool:
         """Whether every sample ended."""
         return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Prompt tokens found in the cache, or restored, when the request first ran."""
+        return 0 if self.first_lease is None else self.first_lease.num_hit_tokens
 
     @property
     def usage(self) -> Usage:

@@ -81,7 +81,9 @@ class Scheduler:
         for sample in decoding + prefilling:
             budget = self._config.token_budget - sum(plan.values())
             if sample.lease is not None and budget > 0:
-                self._plan(sample, min(sample.num_uncomputed, budget), plan)
+                count = self._cache.chunk(sample.lease, min(sample.num_uncomputed, budget))
+                if count:
+                    self._plan(sample, count, plan)
         if self.num_preempted == preempted:
             self._admit(plan)
         return [
@@ -107,17 +109,16 @@ class Scheduler:
     def _preempt(self, sample: Sample) -> None:
         self.running.remove(sample)
         self._release(sample)
-        sample.asked_tiers = False
         self.add(sample)
         self.num_preempted += 1
 
     def _admit(self, plan: dict[Sample, int]) -> None:
-        budget = self._config.token_budget - sum(plan.values())
-        if not self.waiting or budget <= 0 or len(self.running) >= self._config.max_num_seqs:
+        if not self.waiting:
             return
         for sample in list(self._order(self.waiting, self._cache)):
             if sample.pending is not None and sample.pending.is_pending:
                 continue
+            budget = self._config.token_budget - sum(plan.values())
             if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
                 return
             tokens, scope = sample.tokens.view, sample.request.scope
@@ -127,18 +128,11 @@ class Scheduler:
                 continue
             if self.running and not self._has_room(len(tokens), hit):
                 return  # not the next one either: a small request must not overtake a large one for ever
-            if not sample.asked_tiers:
-                sample.asked_tiers = True
-                sample.pending = self._cache.prefetch(tokens, scope, self.prefill_s_per_token)
-                if sample.pending is not None:
-                    continue
-            count = self._start(sample, budget, plan)
-            if not count:
+            if not self._start(sample, budget, plan):
                 return
-            budget -= count
 
-    def _start(self, sample: Sample, budget: int, plan: dict[Sample, int]) -> int:
-        """Give a waiting sample a lease and room for its first tokens; returns how many, 0 if there is no room."""
+    def _start(self, sample: Sample, budget: int, plan: dict[Sample, int]) -> bool:
+        """Give a waiting sample a lease and room for its first tokens, and plan them; false if there is no room."""
         if sample.request.explanation is None:  # asked before room is made for it, which may evict what it is about
             sample.request.explanation = self._cache.misses.explain(sample.tokens.view, sample.request.scope)
         sample.lease = self._cache.acquire(sample.tokens.view, sample.request.scope)
@@ -147,11 +141,15 @@ class Scheduler:
             self._cache.reserve(sample.lease, count)
         except OutOfBlocks:
             self._release(sample)
-            return 0
+            return False
         self.waiting.remove(sample)
         self.start(sample)
-        plan[sample] = count
-        return count
+        sample.lease.tier_use = sample.request.tier_use
+        self._cache.restore(sample.lease, self.prefill_s_per_token)
+        count = self._cache.chunk(sample.lease, count)
+        if count:
+            plan[sample] = count
+        return True
 
     def _has_room(self, num_tokens: int, hit: Hit) -> bool:
         """Whether a prompt fits beside what runs, with a block to spare for each running sample to grow into."""

@@ -398,9 +398,16 @@ class KVCache:
         """Whether anything is on its way from a lower tier."""
         return False
 
-    def prefetch(self, tokens: TokenArray, scope: Scope, seconds_per_token: float) -> PendingPrefix | None:
-        """Start to restore more of a prompt from lower tiers; None when they are not to be asked."""
-        return None
+    def restore(self, lease: Lease, seconds_per_token: float) -> None:
+        """Start to restore more of a lease's prompt from lower tiers, if that may pay.
+
+        Args:
+            seconds_per_token: what computing a token costs now.
+        """
+
+    def chunk(self, lease: Lease, num_tokens: int) -> int:
+        """How many of a lease's next tokens to compute now, at most `num_tokens`; 0 to wait for lower tiers."""
+        return num_tokens
 
     def poll(self) -> None:
         """Take in what lower tiers delivered. Called once a step."""

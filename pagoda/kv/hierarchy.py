@@ -1,7 +1,7 @@
 """Hierarchy: the tiers below the device, in order. It moves records; it knows neither blocks nor the tree.
 
     write   full blocks at once (through), or what the device evicts (back) ──> a bounded queue for each tier
-    fetch   the longest run of consecutive blocks that the tiers have, piece by piece ──> a few threads for all
+    fetch   what the tiers have of a prompt, piece by piece; see fetch.py ──> a few threads for all
 
 Copies between the pool and staging buffers are the caller's, on the engine's thread: no transfer thread ever touches
 pool memory, so a hung tier can hold a staging buffer but never a block. And no call here waits for a tier, but
@@ -16,28 +16,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
-
-import numpy as np
-import numpy.typing as npt
 
 from pagoda.errors import TierUnavailable
+from pagoda.kv.fetch import Fetcher
 from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.records import Found, RecordId, Target
-from pagoda.kv.transfer import ByteRows, Lane, TierReport, Workers
+from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.transfer import ByteRows, Lane, TierReport
 
 logger = logging.getLogger(__name__)
 
-Payloads = npt.NDArray[np.uint8]
-"""uint8 `[num_blocks, num_groups, block_bytes]`: whole blocks of every layer group."""
-
-_PIECE_BYTES = 8 << 20
 _QUEUE_BYTES = 256 << 20
-_FETCH_THREADS = 8
 _ATTEMPTS = 3
-_FIRST_PIECE = 1 / 20
 
 
 class WritePolicy(StrEnum):
@@ -45,26 +35,6 @@ class WritePolicy(StrEnum):
 
     THROUGH = "through"
     BACK = "back"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some consecutive blocks that arrived."""
-
-    lane: Lane
-    payloads: Payloads
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A run of blocks on its way. A fetch thread appends pieces; the engine's thread takes them."""
-
-    ids: Sequence[Sequence[RecordId]]
-    recompute_s: float
-    patience_s: float
-    pieces: queue.SimpleQueue[Piece] = field(default_factory=queue.SimpleQueue)
-    done: threading.Event = field(default_factory=threading.Event)
-    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class Hierarchy:
@@ -87,13 +57,12 @@ class Hierarchy:
     ) -> None:
         self.arrived = threading.Event()
         self._block_bytes = block_bytes
-        self._num_groups = num_groups
         names = _distinct(tier.name for tier, _ in tiers)
         self.lanes = [Lane(tier, name=name, timeout_s=timeout_s) for (tier, _), name in zip(tiers, names, strict=True)]
         self._writers: dict[WritePolicy, list[_Writer]] = {policy: [] for policy in WritePolicy}
         for lane, (_, policy) in zip(self.lanes, tiers, strict=True):
             self._writers[policy].append(_Writer(lane, "demoted" if policy is WritePolicy.BACK else "stored"))
-        self._fetchers = Workers(_FETCH_THREADS, "pagoda-fetch")
+        self.fetcher = Fetcher(self.lanes, block_bytes, num_groups, self.arrived)
 
     @property
     def is_available(self) -> bool:
@@ -129,110 +98,6 @@ class Hierarchy:
         writers = [writer for same_policy in self._writers.values() for writer in same_policy]
         return not [writer for writer in writers if not writer.flush(deadline)]
 
-    # -- up ----------------------------------------------------------------------------------------------------------
-
-    def fetch(self, ids: Sequence[Sequence[RecordId]], recompute_s: float, patience_s: float) -> Fetch:
-        """Start to load the longest run of consecutive blocks, from the first on.
-
-        Args:
-            ids: for each block its record in every group.
-            recompute_s: seconds that computing all of them would take; of a load, only the part predicted to take
-                less is started.
-            patience_s: seconds that the first piece may take, looking up included.
-        """
-        fetch = Fetch(ids, recompute_s, patience_s)
-        self._fetchers.submit(lambda: self._fetch(fetch))
-        return fetch
-
-    def _fetch(self, fetch: Fetch) -> None:
-        started = time.monotonic()
-        try:
-            lanes = self._where(fetch)
-            worth = self._worth_loading(fetch, lanes, time.monotonic() - started)
-            for lane, count in Counter(lanes[worth:]).items():
-                lane.tally.add("slower", count)
-            for lane, start, stop in self._pieces(lanes[:worth]):
-                if fetch.cancelled.is_set():
-                    return
-                payloads = self._load(lane, fetch, start, stop)
-                if len(payloads):
-                    fetch.pieces.put(Piece(lane, payloads))
-                    self.arrived.set()
-                if len(payloads) < stop - start:
-                    return
-        except TierUnavailable as error:
-            logger.debug("a restore ended early: %s", error)
-        except Exception:
-            logger.exception("a restore failed")
-        finally:
-            fetch.done.set()
-            self.arrived.set()
-
-    def _where(self, fetch: Fetch) -> list[Lane]:
-        """The fastest lane that has each block in every group, up to the first block that none has.
-
-        A lane whose answer would use up the patience is not asked.
-        """
-        flat = [record for block in fetch.ids for record in block]
-        found: list[Lane | None] = [None] * len(fetch.ids)
-        for lane in self.lanes:
-            if fetch.cancelled.is_set() or all(found):
-                break
-            if lane.lookup_speed.predict_s(0, 1) > fetch.patience_s:
-                lane.tally.add("slower", len(fetch.ids))
-                continue
-            try:
-                there = lane.lookup(flat, fetch.cancelled)
-            except TierUnavailable:
-                continue
-            for block in range(len(fetch.ids)):
-                records = there[block * self._num_groups : (block + 1) * self._num_groups]
-                if found[block] is None and all(isinstance(record, Found) for record in records):
-                    found[block] = lane
-        run = next((i for i, lane in enumerate(found) if lane is None), len(found))
-        return [lane for lane in found[:run] if lane is not None]
-
-    def _worth_loading(self, fetch: Fetch, lanes: Sequence[Lane], spent_s: float) -> int:
-        """How many leading blocks to load: where most time is saved, or none if nothing would arrive in time."""
-        recompute_s = fetch.recompute_s / len(fetch.ids)
-        best, best_gain, gain = 0, 0.0, -spent_s
-        for number, (lane, start, stop) in enumerate(self._pieces(lanes)):
-            load_s = lane.load_speed.predict_s((stop - start) * self._num_groups * self._block_bytes, 1)
-            if number == 0 and spent_s + load_s > fetch.patience_s:
-                return 0
-            gain += (stop - start) * recompute_s - load_s
-            if gain > best_gain:
-                best, best_gain = stop, gain
-        return best
-
-    def _pieces(self, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, int, int]]:
-        """Cut blocks into loads: small ones first, so that something arrives before patience ends, then doubling.
-
-        Yields the lane, and the first block and the one after the last.
-        """
-        most = max(1, _PIECE_BYTES // (self._block_bytes * self._num_groups))
-        step = min(most, max(1, int(len(lanes) * _FIRST_PIECE)))
-        start = 0
-        for lane, run in groupby(lanes):
-            end = start + sum(1 for _ in run)
-            while start < end:
-                stop = min(end, start + step)
-                yield lane, start, stop
-                start, step = stop, min(most, 2 * step)
-
-    def _load(self, lane: Lane, fetch: Fetch, start: int, stop: int) -> Payloads:
-        """As many of these blocks, from the first on, as verify, whole in every group."""
-        payloads = np.empty((stop - start, self._num_groups, self._block_bytes), dtype=np.uint8)
-        targets = [
-            Target(record, payloads[i, group])
-            for i, block in enumerate(fetch.ids[start:stop])
-            for group, record in enumerate(block)
-        ]
-        results = lane.load(targets, fetch.cancelled)
-        good = [isinstance(result, Found) and result.num_bytes == self._block_bytes for result in results]
-        first_bad = next((i for i, fine in enumerate(good) if not fine), len(good))
-        return payloads[: first_bad // self._num_groups]
-
     def close(self, flush_s: float = 10.0) -> None:
         """Write what is queued, for at most `flush_s` seconds, and close the tiers. Waits for no tier that hangs."""
         if not self.flush(flush_s):
@@ -240,7 +105,7 @@ class Hierarchy:
         for writers in self._writers.values():
             for writer in writers:
                 writer.close()
-        self._fetchers.close()
+        self.fetcher.close()
         for lane in self.lanes:
             lane.close()
 

@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix_node import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What tiers were asked for a lease, and what came of it, in blocks.
+
+    `num_late_blocks` came after they were computed; `num_slower_blocks` were there, and computing them was predicted to
+    be faster; `num_failed_blocks` were there and could not be read. `skipped_tiers` were out, or too slow to be asked.
+    """
+
+    num_asked_blocks: int
+    num_found_blocks: int
+    num_restored_blocks: int
+    num_late_blocks: int
+    num_slower_blocks: int
+    num_failed_blocks: int
+    skipped_tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a request allows of the tiers below the device.
+
+    Attributes:
+        max_restored_tokens: most tokens to restore from them; 0 asks none, None sets no limit.
+        wait_s: None waits only as long as that is sure to pay; a number waits so many seconds for the first blocks;
+            infinity until the tiers gave what they have.
+        store: whether what the request computes may be written to them.
+    """
+
+    max_restored_tokens: int | None = None
+    wait_s: float | None = None
+    store: bool = True
 
 
 class Lease:
@@ -14,9 +49,11 @@ class Lease:
         scope: whose prefixes it shares.
         tables: block tables, one per layer group, equally long.
         prompt: the tokens it was acquired for; what it is expected to compute and share.
-        num_hit_tokens: tokens whose KV was there when it was acquired.
+        num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
+        tier_use: what it allows of lower tiers.
+        restore_report: what they were asked and gave, once that is over; None if they were not asked.
         owns_tail: it appends in place to a partial block of the tree, and nobody else may.
     """
 
@@ -27,8 +64,10 @@ class Lease:
         "owns_tail",
         "prompt",
         "released",
+        "restore_report",
         "scope",
         "tables",
+        "tier_use",
     )
 
     def __init__(self, scope: Scope, tables: list[BlockTable], prompt: TokenArray) -> None:
@@ -40,6 +79,8 @@ class Lease:
         self.num_committed_blocks = 0
         self.owns_tail = False
         self.released = False
+        self.tier_use = TierUse()
+        self.restore_report: RestoreReport | None = None
 
     @property
     def num_blocks(self) -> int:

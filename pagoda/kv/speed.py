@@ -29,11 +29,20 @@ class Speed:
 
     def note(self, num_bytes: int, seconds: float) -> None:
         """Learn from a call."""
-        sample = np.array([1.0, num_bytes, seconds, num_bytes**2, num_bytes * seconds])
         with self._lock:
-            keep = 0.0 if self._is_stale else 1.0 - _SMOOTHING
-            self._sums = keep * self._sums + sample
+            self._add(num_bytes, seconds)
             self._seen_at = self._clock()
+
+    def note_latency(self, seconds: float) -> None:
+        """Learn from a call that moved nothing, if others that did are known: alone it says nothing of bandwidth."""
+        with self._lock:
+            if not self._is_stale:
+                self._add(0, seconds)
+
+    def _add(self, num_bytes: int, seconds: float) -> None:
+        sample = np.array([1.0, num_bytes, seconds, num_bytes**2, num_bytes * seconds])
+        keep = 0.0 if self._is_stale else 1.0 - _SMOOTHING
+        self._sums = keep * self._sums + sample
 
     def note_at_least(self, num_bytes: int, seconds: float) -> None:
         """Learn from a call that has not ended after `seconds`, if that is news."""

@@ -2,21 +2,15 @@
 
     advance   ── full blocks ──> Hierarchy.write(THROUGH)   so that they survive eviction and restarts
     evict     ── last look ────> Hierarchy.write(BACK)
-    prefetch  <── pieces ─────── Hierarchy.fetch            a restore is a lease that loads tokens, and computes none
+    restore   <── pieces ─────── Fetcher.fetch              a running lease gets blocks instead of computing them
 
-A restore holds its blocks as a computing request does, and what it loaded enters the tree through the same door.
-Whoever waits for the prefix waits for the restore's lease (`PendingPrefix`), and goes on when it ends, however it ends.
-
-Never slower than cold: a restore is given up as soon as the time spent waiting exceeds the time that the tokens loaded
-so far would have taken to compute, plus 5% of what all of them would have. Whatever the tier does, the request then
-has lost at most those 5%.
+What is restored enters the tree through the same door as what is computed, and whoever waits for that prefix waits for
+the lease that computes or restores it (`PendingPrefix`). A restore ends with its lease, whenever that is.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,17 +19,18 @@ import numpy.typing as npt
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, KVCache
-from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.eviction import EvictionPolicy
-from pagoda.kv.hierarchy import Fetch, Hierarchy, WritePolicy
-from pagoda.kv.keys import KeyChain, Scope
+from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.keys import KeyChain
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
+from pagoda.kv.restore import Restore
 from pagoda.kv.tiers.records import RecordId
-from pagoda.kv.transfer import ByteRows
+from pagoda.kv.transfer import ByteRows, Lane
 
-_LOSS = 0.05
+_PATIENCE = 0.03  # of the time that computing would take: what a restore that fails may cost
+_IMPORTED_BLOCKS = 32
 
 
 class BlockIO(BlockCopier, Protocol):
@@ -46,27 +41,6 @@ class BlockIO(BlockCopier, Protocol):
 
     def import_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill a block from a buffer."""
-
-
-@dataclass(slots=True)
-class _Restore:
-    lease: Lease
-    tokens: TokenArray
-    fetch: Fetch
-    started: float
-    first_token: int
-    seconds_per_token: float
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all that was asked for has come. Its lease must end now: after the last request nobody polls."""
-        return self.lease.num_computed_tokens >= self.lease.prompt.size - 1
-
-    @property
-    def patience_s(self) -> float:
-        """How much longer to wait for the next piece; negative when it is over."""
-        saved_s = (self.lease.num_computed_tokens - self.first_token) * self.seconds_per_token
-        return saved_s + self.fetch.patience_s - (time.perf_counter() - self.started)
 
 
 class TieredCache(KVCache):
@@ -91,66 +65,78 @@ class TieredCache(KVCache):
         self._io = pool
         self._keys = keys
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
-        self._restores: list[_Restore] = []
+        self._restores: dict[Lease, Restore] = {}
+        self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
 
-    def prefetch(self, tokens: TokenArray, scope: Scope, seconds_per_token: float) -> PendingPrefix | None:
-        """Start to restore what the tiers have of a prompt beyond the device's hit; None if there is nothing to ask.
-
-        Args:
-            seconds_per_token: what computing a token costs now.
-        """
-        match = self._tree.match(tokens[:-1], scope)
-        size = self.block_size
-        first, last = match.num_tokens // size, (tokens.size - 1) // size
+    def restore(self, lease: Lease, seconds_per_token: float) -> None:
+        """See KVCache. The lease must be new."""
+        size, use = self.block_size, lease.tier_use
+        first, last = lease.num_committed_blocks, (lease.prompt.size - 1) // size
+        if use.max_restored_tokens is not None:
+            last = min(last, first + use.max_restored_tokens // size)
         if first >= last or not self.hierarchy.is_available:
-            return None
-        parent = self._keys.root(scope)
-        if first:
-            record = self._record_of.get(int(match.blocks[0, first - 1]))
-            if record is None:
-                return None
-            parent = record.key
-        keys = self._keys.chain(parent, tokens[first * size : last * size], size)
+            return
+        parent = self._record_of[self._last_committed(lease)].key if first else self._keys.root(lease.scope)
+        tokens = lease.prompt[: last * size]
+        keys = self._keys.chain(parent, tokens[first * size :], size)
         ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
-        lease = self._hold(tokens[: first * size + 1], scope)
-        lease.prompt = tokens[: last * size + 1]
-        self._computing.add(lease)
-        num_tokens = (last - first) * size
-        recompute_s = num_tokens * seconds_per_token
-        started = time.perf_counter()
-        fetch = self.hierarchy.fetch(ids, recompute_s, _LOSS * recompute_s)
-        self._restores.append(_Restore(lease, tokens, fetch, started, first * size, seconds_per_token))
-        return PendingPrefix(lease, last * size)
+        recompute_s = len(ids) * size * seconds_per_token
+        patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
+        fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s)
+        self._restores[lease] = Restore(lease, tokens, fetch, first, size)
+
+    def chunk(self, lease: Lease, num_tokens: int) -> int:
+        """See KVCache."""
+        restore = self._restores.get(lease)
+        return num_tokens if restore is None else restore.chunk(num_tokens)
 
     def poll(self) -> None:
-        """Take in what arrived, and end the restores that are complete, failed or too slow. Call once a step."""
+        """Take in what arrived. Call once a step."""
         self.hierarchy.arrived.clear()
-        for restore in list(self._restores):
-            complete = restore.fetch.done.is_set()  # asked first: a piece may arrive between the two
-            fits = self._take_pieces(restore)
-            if complete or restore.is_whole or not fits or restore.patience_s < 0:
-                restore.fetch.cancelled.set()
-                self._restores.remove(restore)
-                self.release(restore.lease, restore.tokens)
+        for restore in list(self._restores.values()):
+            self.hierarchy.fetcher.taken(restore.fetch, restore.take_in())
+            while self._fill(restore):
+                pass
+            restore.fetch.note_front(restore.front - restore.first)
+            if restore.is_over:
+                self._end_restore(restore.lease)
 
-    def _take_pieces(self, restore: _Restore) -> bool:
-        """Import what was loaded; false if there is no room for it."""
-        lease = restore.lease
-        while not restore.fetch.pieces.empty():
-            piece = restore.fetch.pieces.get()
-            num_tokens = len(piece.payloads) * self.block_size
-            try:
-                self.reserve(lease, num_tokens)
-            except OutOfBlocks:
-                return False
-            first = lease.num_computed_tokens // self.block_size
-            for index, groups in enumerate(piece.payloads):
-                for table, payload in zip(lease.tables, groups, strict=True):
-                    self._io.import_block(int(table.ids[first + index]), payload)
-            self.stats.num_restored_tokens += num_tokens
-            piece.lane.tally.add("restored_tokens", num_tokens)
-            self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
+    def _fill(self, restore: Restore) -> bool:
+        """Import some of what arrived at the front of a lease; false if there is nothing, or no room for it."""
+        lease, front = restore.lease, restore.front
+        run = restore.run(_IMPORTED_BLOCKS)
+        num_tokens = (front + len(run)) * self.block_size - lease.num_computed_tokens
+        if not run:
+            return False
+        try:
+            self.reserve(lease, num_tokens)
+        except OutOfBlocks:
+            return False
+        for index, (_, groups) in enumerate(run, start=front):
+            for table, payload in zip(lease.tables, groups, strict=True):
+                self._io.import_block(int(table.ids[index]), payload)
+            del restore.arrived[index]
+        lane = run[0][0]
+        self._source = lane
+        self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
+        self._source = None
+        lease.num_hit_tokens += num_tokens
+        restore.num_restored += len(run)
+        self.stats.num_restored_tokens += num_tokens
+        lane.tally.add("restored_tokens", num_tokens)
+        self.hierarchy.fetcher.taken(restore.fetch, len(run))
         return True
+
+    def _end_restore(self, lease: Lease) -> None:
+        restore = self._restores.pop(lease, None)
+        if restore is not None:
+            lease.restore_report = restore.report()
+            self.hierarchy.fetcher.end(restore.fetch)
+
+    def release(self, lease: Lease, tokens: TokenArray) -> None:
+        """See KVCache."""
+        self._end_restore(lease)
+        super().release(lease, tokens)
 
     @property
     def is_restoring(self) -> bool:
@@ -158,8 +144,8 @@ class TieredCache(KVCache):
         return bool(self._restores)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something arrives from the tiers or a restore is to be given up, at most so long."""
-        patience_s = min((restore.patience_s for restore in self._restores), default=timeout_s)
+        """Sleep until something arrives from the tiers or the time to wait for them is over, at most so long."""
+        patience_s = min((restore.patience_s for restore in self._restores.values()), default=timeout_s)
         self.hierarchy.arrived.wait(max(0.0, min(timeout_s, patience_s)))
 
     def _on_commit(
@@ -173,7 +159,7 @@ class TieredCache(KVCache):
             for group in np.flatnonzero(entered[:, index]):
                 new.append((int(blocks[group, index]), RecordId(key, int(group))))
         self._record_of.update(new)
-        if not any(restore.lease is lease for restore in self._restores):
+        if self._source is None:
             self._write(WritePolicy.THROUGH, new)
 
     def _on_evict(self, ids: BlockIds) -> None:

@@ -51,6 +51,7 @@ T = TypeVar("T")
 _GLANCE_S = 0.02
 _CLOSE_S = 2.0
 _USAGE_PAUSE = 20
+_SHARE_SMOOTHING = 0.3
 _LOAD_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
 
 ByteRows = npt.NDArray[np.uint8]
@@ -148,6 +149,7 @@ class Lane:
         self.timeout_s = timeout_s
         self.lookup_speed = Speed(clock)
         self.load_speed = Speed(clock)
+        self.found_share = 0.0  # of what was looked up lately; a new tier is believed to be empty
         self.breaker = Breaker(clock)
         self.tally = Tally()
         self._clock = clock
@@ -183,6 +185,8 @@ class Lane:
         """Which records are there."""
         results = self._call(lambda tier: tier.lookup(ids), given_up, self.lookup_speed, 0)
         self.breaker.succeeded()
+        share = sum(isinstance(result, Found) for result in results) / max(1, len(results))
+        self.found_share += _SHARE_SMOOTHING * (share - self.found_share)
         return results
 
     def load(self, targets: Sequence[Target], given_up: threading.Event) -> list[GetResult]:
@@ -282,6 +286,8 @@ class Lane:
         seconds = self._clock() - started
         if speed is not None:
             speed.note(num_bytes, seconds)
+        if speed is self.lookup_speed:  # to load nothing would take as long: this tells latency from bandwidth
+            self.load_speed.note_latency(seconds)
         if num_bytes:
             with self._lock:
                 self._load_buckets[bisect_left(_LOAD_BUCKETS_S, seconds)] += 1

@@ -8,6 +8,7 @@ block changes what it reads, and so the output: outputs equal `expected_output` 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,13 +45,17 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    """See the module. `num_computed` counts the rows of all steps; `steps` has each step's plan sizes."""
+    """See the module. `num_computed` counts the rows of all steps; `steps` has each step's plan sizes.
+
+    A step takes `seconds_per_token` for each of its rows.
+    """
 
     def __init__(self, pool: TokenPool, windows: tuple[int | None, ...]) -> None:
         self.pool = pool
         self.windows = windows
         self.steps: list[list[int]] = []
         self.fail_next = False
+        self.seconds_per_token = 0.0
 
     @property
     def num_computed(self) -> int:
@@ -60,6 +65,7 @@ class FakeRunner:
         if self.fail_next:
             raise RuntimeError("the fake runner was told to fail")
         self.steps.append([rows.stop - rows.start for rows in plan])
+        time.sleep(self.seconds_per_token * sum(self.steps[-1]))
         batch = build_batch(plan, torch.device("cpu"))
         flat = self.pool.slots.reshape(-1)
         for slots in batch.slot_mapping:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pagoda.kv import hierarchy as hierarchy_module
-from pagoda.kv.hierarchy import Fetch, Hierarchy, WritePolicy
+from pagoda.kv.fetch import Fetch
+from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import BlockKey
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
@@ -55,7 +56,9 @@ def arrived(fetch: Fetch) -> list[np.ndarray]:
     assert fetch.done.wait(5)
     pieces = []
     while not fetch.pieces.empty():
-        pieces.append(fetch.pieces.get().payloads[:, 0])
+        piece = fetch.pieces.get()
+        assert sorted(piece.blocks) == list(range(min(piece.blocks), max(piece.blocks) + 1))
+        pieces.append(np.stack([piece.blocks[block][0] for block in sorted(piece.blocks)]))
     return pieces
 
 
@@ -164,7 +167,7 @@ def test_closing_waits_for_what_is_queued_but_for_no_hung_tier(faults: Faults, m
     faults.hang()
     tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH))
     tiers.write(THROUGH, ids(3), payloads(3))
-    fetch = tiers.fetch(block_ids(3), FOREVER, FOREVER)
+    fetch = tiers.fetcher.fetch(block_ids(3), FOREVER, FOREVER)
     started = time.monotonic()
     tiers.close(0.2)
     assert time.monotonic() - started < 1.0
@@ -177,16 +180,16 @@ def test_closing_waits_for_what_is_queued_but_for_no_hung_tier(faults: Faults, m
 
 def test_a_fetch_brings_the_longest_run_in_small_pieces_first() -> None:
     tiers = make((filled(100), BACK))
-    fetch = tiers.fetch(block_ids(120), FOREVER, FOREVER)
+    fetch = tiers.fetcher.fetch(block_ids(120), FOREVER, FOREVER)
     pieces = arrived(fetch)
-    assert [len(piece) for piece in pieces] == [5, 10, 20, 40, 25]
+    assert [len(piece) for piece in pieces[:2]] == [5, 10]  # then as large as the tier is found to be quick
     assert np.array_equal(np.concatenate(pieces), payloads(100))
 
 
 def test_tiers_complete_each_other_and_the_first_wins() -> None:
     first, second = filled(10), filled(30, first=5)
     tiers = make((first, BACK), (second, THROUGH))
-    assert_came(tiers.fetch(block_ids(40), FOREVER, FOREVER), 30, of=30)
+    assert_came(tiers.fetcher.fetch(block_ids(40), FOREVER, FOREVER), 30, of=30)
     assert [report.num_loaded for report in tiers.reports()] == [10, 20]
 
 
@@ -196,16 +199,29 @@ def test_a_block_counts_only_with_all_its_groups() -> None:
     blocks = block_ids(4, num_groups=2)
     tier.put([Record(record, data) for block in blocks[:3] for record in block])
     tier.put([Record(blocks[3][0], data)])
-    fetch = make((tier, BACK), num_groups=2).fetch(blocks, FOREVER, FOREVER)
+    fetch = make((tier, BACK), num_groups=2).fetcher.fetch(blocks, FOREVER, FOREVER)
     assert fetch.done.wait(5)
-    assert sum(len(fetch.pieces.get().payloads) for _ in range(fetch.pieces.qsize())) == 3
+    assert sum(len(fetch.pieces.get().blocks) for _ in range(fetch.pieces.qsize())) == 3
 
 
-def test_a_damaged_record_ends_the_run_before_it(faults: Faults) -> None:
+def test_a_damaged_record_is_a_hole(faults: Faults) -> None:
     inner = filled(20)
-    tiers = make((FaultyTier(inner, faults), BACK))
+    tiers = make((FaultyTier(inner, faults, seed=3), BACK))
+    faults.corrupting = 0.2
+    fetch = tiers.fetcher.fetch(block_ids(20), FOREVER, FOREVER)
+    assert fetch.done.wait(5)
+    came: dict[int, np.ndarray] = {}
+    while not fetch.pieces.empty():
+        came |= {block: groups[0] for block, groups in fetch.pieces.get().blocks.items()}
+    assert all(np.array_equal(payload, payloads(20)[block]) for block, payload in came.items())
+    damaged = tiers.reports()[0].failures["corrupt_injected"]
+    assert 0 < damaged == fetch.num_failed == 20 - len(came) < 20
+
+
+def test_a_tier_whose_records_are_all_damaged_is_taken_out(faults: Faults) -> None:
+    tiers = make((FaultyTier(filled(20), faults), BACK))
     faults.corrupting = 1.0
-    assert_came(tiers.fetch(block_ids(20), FOREVER, FOREVER), 0, of=20)
+    assert_came(tiers.fetcher.fetch(block_ids(20), FOREVER, FOREVER), 0, of=20)
     assert tiers.reports()[0].failures == {"corrupt_injected": 1}
     assert not tiers.is_available
 
@@ -213,14 +229,14 @@ def test_a_damaged_record_ends_the_run_before_it(faults: Faults) -> None:
 def test_a_record_of_another_size_is_no_hit() -> None:
     tier = MemoryTier(1 << 20)
     tier.put([Record(ids(1)[0], b"short")])
-    assert_came(make((tier, BACK)).fetch(block_ids(1), FOREVER, FOREVER), 0, of=1)
+    assert_came(make((tier, BACK)).fetcher.fetch(block_ids(1), FOREVER, FOREVER), 0, of=1)
 
 
 def test_a_tier_that_is_out_is_passed_over(faults: Faults) -> None:
     tiers = make((FaultyTier(filled(5), faults), BACK), (filled(5), THROUGH))
     faults.unavailable = True
     for _ in range(3):
-        assert_came(tiers.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
+        assert_came(tiers.fetcher.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
     first, second = tiers.reports()
     assert first.failures == {"unavailable": 1}
     assert second.num_loaded == 15
@@ -230,50 +246,80 @@ def test_a_load_predicted_to_be_slower_is_not_started() -> None:
     tiers = make((filled(20), BACK))
     [lane] = tiers.lanes
     lane.load_speed.note(BYTES, 1.0)
-    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
+    assert_came(tiers.fetcher.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
     assert tiers.reports()[0].num_slower == 20
-    assert_came(tiers.fetch(block_ids(20), recompute_s=FOREVER, patience_s=0.05 * FOREVER), 20, of=20)
+    assert_came(tiers.fetcher.fetch(block_ids(20), recompute_s=FOREVER, patience_s=0.05 * FOREVER), 20, of=20)
 
 
 def test_only_the_part_that_is_cheaper_is_loaded() -> None:
     tiers = make((filled(10), BACK), (filled(20), THROUGH))
     tiers.lanes[1].load_speed.note(BYTES, 100.0)
-    assert_came(tiers.fetch(block_ids(20), recompute_s=20.0, patience_s=1.0), 10, of=20)
+    assert_came(tiers.fetcher.fetch(block_ids(20), recompute_s=20.0, patience_s=1.0), 10, of=20)
     assert [report.num_slower for report in tiers.reports()] == [0, 10]
 
 
-def test_a_tier_that_answers_later_than_patience_lasts_is_not_asked() -> None:
+def test_a_tier_that_answers_later_than_patience_lasts_is_not_waited_for() -> None:
     tiers = make((filled(20), BACK))
     tiers.lanes[0].lookup_speed.note(0, 0.2)
-    started = time.monotonic()
-    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
-    assert time.monotonic() - started < 0.1
+    fetch = tiers.fetcher.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05)
+    assert fetch.hedged.is_set()
+    pieces = arrived(fetch)
+    assert np.array_equal(pieces[0][-1], payloads(20)[-1])  # from the back
+
+
+def test_a_tier_that_answers_later_than_computing_takes_is_not_asked() -> None:
+    tiers = make((filled(20), BACK))
+    tiers.lanes[0].lookup_speed.note(0, 1.2)
+    fetch = tiers.fetcher.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05)
+    assert_came(fetch, 0, of=20)
+    assert fetch.skipped == ["memory"]
     assert tiers.reports()[0].num_slower == 20
+
+
+def test_what_arrived_is_bounded_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.fetch._STAGED_BYTES", 10 * BYTES)
+    tiers = make((filled(100), BACK))
+    fetch = tiers.fetcher.fetch(block_ids(100), FOREVER, FOREVER)
+    num_taken = 0
+    while not fetch.done.is_set() or not fetch.pieces.empty():
+        if fetch.pieces.empty():
+            time.sleep(0.002)
+            continue
+        count = len(fetch.pieces.get().blocks)
+        num_taken += count
+        assert tiers.fetcher._staged <= max(10, count) * BYTES  # one piece may be larger, alone
+        tiers.fetcher.taken(fetch, count)
+        fetch.note_front(num_taken)
+    assert num_taken == 100
+    other = tiers.fetcher.fetch(block_ids(100), FOREVER, FOREVER)
+    until(lambda: not other.pieces.empty())
+    tiers.fetcher.end(other)
+    assert other.done.wait(1)
+    assert tiers.fetcher._staged == 0
 
 
 def test_a_fetch_that_is_given_up_ends_and_teaches(faults: Faults) -> None:
     tiers = make((FaultyTier(filled(20), faults), BACK))
     faults.delay_s = 0.2
-    fetch = tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05)
+    fetch = tiers.fetcher.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05)
     time.sleep(0.06)
     fetch.cancelled.set()
     assert fetch.done.wait(0.15)
     assert fetch.pieces.empty()
     assert tiers.lanes[0].lookup_speed.predict_s(0, 1) > 0.05
-    assert_came(tiers.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05), 0, of=20)
-    assert tiers.reports()[0].num_slower == 20
+    assert tiers.fetcher.fetch(block_ids(20), recompute_s=1.0, patience_s=0.05).hedged.is_set()
 
 
 def test_hung_fetches_use_a_bounded_number_of_threads_and_others_get_their_turn(faults: Faults) -> None:
     tiers = make((FaultyTier(filled(5), faults), BACK), timeout_s=0.2)
     faults.hang()
     before = threading.active_count()
-    fetches = [tiers.fetch(block_ids(5), FOREVER, FOREVER) for _ in range(50)]
+    fetches = [tiers.fetcher.fetch(block_ids(5), FOREVER, FOREVER) for _ in range(50)]
     assert threading.active_count() == before
     assert all(fetch.done.wait(5) for fetch in fetches)  # the first time out, the others find the tier taken out
     faults.running.set()
     until(lambda: tiers.lanes[0].is_available)
-    assert_came(tiers.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
+    assert_came(tiers.fetcher.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
 
 
 def test_reports_wait_for_no_tier(faults: Faults) -> None:
