@@ -13,27 +13,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.never_slower import never_slower
 from benchmarks.show import asks, greedy, spread, timed
 from pagoda import Engine
-from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.tiered import TieredCache
-from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 
 console = Console(stderr=True)
-
-
-def tiered(engine: Engine) -> TieredCache:
-    cache = engine.core.cache
-    if not isinstance(cache, TieredCache):
-        raise TypeError("this engine has no tiers")
-    return cache
 
 
 def ttft(engine: Engine, prompt: list[int]) -> tuple[float, int]:
@@ -99,66 +90,6 @@ def working_set(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def never_slower(args: argparse.Namespace) -> dict[str, Any]:
-    """Cold and tiered in turn on one engine; the same prompts, device cache cleared before each."""
-    engine = Engine(args.model, kv_memory=args.kv_memory, tiers=["dram:1GiB"], progress=False)
-    cache = tiered(engine)
-    prompts = asks(engine, args.rounds, num_tokens=700)
-    with_tiers, layout = cache.hierarchy, cache.layout
-    memory = MemoryTier(4 << 30)
-    filling = Hierarchy([(memory, WritePolicy.THROUGH)], block_bytes=layout.block_bytes, num_groups=len(layout.groups))
-    cache.hierarchy = filling
-    for prompt in prompts:
-        engine.generate([prompt], greedy(1))
-    filling.flush(60)
-    results: dict[str, Any] = {}
-    for label, faults, change in _points():
-        faulty = FaultyTier(memory, faults)
-        tiers = Hierarchy([(faulty, WritePolicy.BACK)], block_bytes=layout.block_bytes, num_groups=len(layout.groups))
-        cache.hierarchy = tiers
-        times: dict[bool, list[float]] = {True: [], False: []}
-        hits = []
-        for number, prompt in enumerate(prompts):
-            change(faults, number / len(prompts))
-            for is_cold in (True, False) if number % 2 else (False, True):
-                engine.core.cache.clear()
-                tiers.flush(30)  # what was evicted is written on the side: not in the time of either
-                lanes = tiers.lanes
-                tiers.lanes = [] if is_cold else lanes  # nothing to ask: cold, and otherwise the same
-                seconds, hit = ttft(engine, prompt)
-                tiers.lanes = lanes
-                if is_cold and hit:
-                    raise RuntimeError(f"a cold request had {hit} hits")
-                times[is_cold].append(seconds)
-                if not is_cold:
-                    hits.append(hit)
-        cold, warm = times[True], times[False]
-        p95 = statistics.quantiles(warm, n=20)[-1] / statistics.quantiles(cold, n=20)[-1]
-        results[label] = {
-            "median_ratio": statistics.median(w / c for w, c in zip(warm, cold, strict=True)),
-            "p95_ratio": p95,
-            "hit_tokens": statistics.median(hits),
-        }
-        console.print(f"{label}: {results[label]}")
-    cache.hierarchy = with_tiers
-    engine.close()
-    return results
-
-
-def _points() -> Iterator[tuple[str, Faults, Callable[[Faults, float], None]]]:
-    def steady(faults: Faults, share: float) -> None:
-        pass
-
-    for rate in (0.1e9, 1e9, 10e9):
-        for delay in (0.1e-3, 10e-3, 100e-3):
-            yield f"{rate / 1e9:g} GB/s, {delay * 1e3:g} ms", Faults(delay_s=delay, bytes_per_s=rate), steady
-
-    def slows(faults: Faults, share: float) -> None:
-        faults.bytes_per_s = 10e9 if share < 0.5 else 0.02e9
-
-    yield "10 GB/s, then 0.02", Faults(delay_s=1e-3), slows
-
-
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "restart": restart,
     "working-set": working_set,
@@ -170,7 +101,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kv-memory", default="1GiB")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--prompt-tokens", type=int, default=900, help="prompts of `never-slower`")
+    parser.add_argument("--points", type=int, help="`never-slower` with about so many of its speeds only")
+    parser.add_argument("--out", type=Path, help="a folder for the JSON and PNG of `never-slower`")
     parser.add_argument("--requests", type=int, default=60, help="requests of `working-set`")
     parser.add_argument("--traces", type=Path, help="a folder of agent sessions, one JSONL file each")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["restart", "never-slower"])

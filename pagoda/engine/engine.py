@@ -25,6 +25,7 @@ from pagoda.kv.eviction import EvictionPolicy, make_policy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
+from pagoda.kv.lease import TierUse
 from pagoda.kv.pool import BlockPool
 from pagoda.kv.sizes import format_size, parse_size
 from pagoda.kv.tiered import TieredCache
@@ -176,6 +177,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         scope: Scope = Scope(),
+        tier_use: TierUse = TierUse(),
         progress: bool = False,
     ) -> list[Generation]:
         """Generate for all prompts, batched; results are in the order of the prompts.
@@ -183,6 +185,7 @@ class Engine:
         Args:
             prompts: texts, or lists of token ids; one of either is taken as a list of one.
             params: for all prompts, or one for each.
+            tier_use: what all of them allow of the tiers below the pool.
             progress: show a bar on a terminal.
 
         Raises:
@@ -200,7 +203,7 @@ class Engine:
         usage: dict[str, Usage] = {}
         try:
             for name, prompt, one in zip(ids, tokens, each, strict=True):
-                self.core.add(name, prompt, one, scope=scope)
+                self.core.add(name, prompt, one, scope=scope, tier_use=tier_use)
             with _bar(len(ids), shown=progress) as advance:
                 while len(usage) < len(ids):
                     for output in self.core.step():

@@ -194,7 +194,8 @@ class Fetcher:
                 low = size
             else:
                 high = size - 1
-        return low if low >= _LEAST_GAIN * len(fetch.ids) else 0
+        least = 1 if fetch.num_loaded else _LEAST_GAIN * len(fetch.ids)
+        return low if low >= least else 0
 
     def _piece(self, lane: Lane, size: int, most: int) -> int:
         """The size of a load: as given, or larger while it is latency that takes the time."""

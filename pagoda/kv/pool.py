@@ -45,6 +45,9 @@ class BlockPool:
             self._bytes = torch.empty(num_blocks, layout.block_stride, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise ConfigError(f"cannot allocate {self.num_bytes:,} bytes of KV memory on {device}") from error
+        # Host memory is copied by numpy, on the calling thread alone: torch wakes a thread team for each block, and where
+        # other work has the cores that takes longer than the copy by two orders of magnitude.
+        self._host = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
         rows = max(1, _TOUCH_BYTES // layout.block_stride)
         for start in range(0, num_blocks, rows):
             self._bytes[start : start + rows].zero_()
@@ -64,17 +67,26 @@ class BlockPool:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a whole block: what copy-on-write does. Mutates block `target`."""
-        self._bytes[target].copy_(self._bytes[source])
+        if self._host is not None:
+            self._host[target] = self._host[source]
+        else:
+            self._bytes[target].copy_(self._bytes[source])
 
     def export_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Copy a block's bytes into `buffer`, uint8 `[block_bytes]` in host memory. Mutates the buffer."""
         self._check(buffer)
-        torch.from_numpy(buffer).copy_(self._bytes[block_id, : self.layout.block_bytes])
+        if self._host is not None:
+            buffer[:] = self._host[block_id, : self.layout.block_bytes]
+        else:
+            torch.from_numpy(buffer).copy_(self._bytes[block_id, : self.layout.block_bytes])
 
     def import_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill a block from `buffer`, uint8 `[block_bytes]` in host memory. Mutates the block."""
         self._check(buffer)
-        self._bytes[block_id, : self.layout.block_bytes].copy_(torch.from_numpy(buffer))
+        if self._host is not None:
+            self._host[block_id, : self.layout.block_bytes] = buffer
+        else:
+            self._bytes[block_id, : self.layout.block_bytes].copy_(torch.from_numpy(buffer))
 
     def _check(self, buffer: npt.NDArray[np.uint8]) -> None:
         if buffer.dtype != np.uint8 or buffer.shape != (self.layout.block_bytes,):  # torch would convert, broadcast
