@@ -45,8 +45,8 @@ class BlockPool:
             self._bytes = torch.empty(num_blocks, layout.block_stride, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise ConfigError(f"cannot allocate {self.num_bytes:,} bytes of KV memory on {device}") from error
-        # Host memory is copied by numpy, on the calling thread alone: torch wakes a thread team for each block, and where
-        # other work has the cores that takes longer than the copy by two orders of magnitude.
+        # Host memory is copied by numpy, on the calling thread alone: torch wakes a thread team for each block, and
+        # where other work has the cores that takes longer than the copy by two orders of magnitude.
         self._host = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
         rows = max(1, _TOUCH_BYTES // layout.block_stride)
         for start in range(0, num_blocks, rows):
