@@ -2,8 +2,9 @@
 
     python -m benchmarks.tiers --folder /path/on/the/disk
 
-DRAM is held against memcpy (numpy.copyto between two arrays of the same sizes), disk against O_DIRECT reads of the same
-files at the same block size. Both sides of a pair take turns in one run, and medians over the rounds are reported.
+DRAM is held against memcpy (numpy.copyto between two arrays of the same sizes, in as many threads), disk against direct
+reads of a flat file at the same block size, by one thread and by two, whichever is faster. The works take turns in one
+run, some milliseconds each, so that what slows the machine slows all. Restores are verified, as in service.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,12 +25,19 @@ import numpy as np
 
 from pagoda.kv.keys import BlockKey
 from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.direct_io import open_direct
+from pagoda.kv.tiers.direct_io import open_direct, write_blocks
 from pagoda.kv.tiers.disk import DiskTier
 from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.records import Found, Record, RecordId, Stored, Target
 
-BATCH = 16
+BATCH_BYTES = 8 << 20
+"""What a restore asks for in one call: the largest piece of `pagoda.kv.hierarchy`."""
+
+SLICE_BYTES = 32 << 20
+"""What one work does before it is the next one's turn: short, so that what slows the machine slows all alike."""
+
+Work = Callable[[range], None]
+"""Moves the given rows."""
 
 
 def rid(number: int) -> RecordId:
@@ -45,79 +53,93 @@ def aligned(num_rows: int, row_bytes: int) -> np.ndarray:
     return rows
 
 
-def seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def compare(what: str, out: np.ndarray, rounds: int, works: Mapping[str, Work]) -> None:
+    """Run the works in turns, slice by slice: GB/s of each, and the first as a share of the fastest other.
+
+    Rates are over all slices; the spread of the share is that of the middle half of the slices.
+    """
+    step = max(1, SLICE_BYTES // out.shape[1])
+    slices = [range(start, min(start + step, len(out))) for start in range(0, len(out), step)]
+    times: dict[str, list[float]] = {label: [] for label in works}
+    for number in range(rounds + 1):
+        for rows in slices:
+            for label, work in works.items() if number % 2 else reversed(works.items()):
+                start_s = time.perf_counter()
+                work(rows)
+                if number:  # the first round warms up
+                    times[label].append((time.perf_counter() - start_s) / len(rows))
+    rates = {label: out.shape[1] / statistics.median(taken) / 1e9 for label, taken in times.items()}
+    first, *others = works
+    fastest = max(others, key=rates.__getitem__)
+    low, middle, high = statistics.quantiles([b / a for a, b in zip(times[first], times[fastest], strict=True)], n=4)
+    share = {"of": fastest, "median": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
+    print(json.dumps({"what": what, "GB/s": {k: round(v, 2) for k, v in rates.items()}, "share": share}), flush=True)
 
 
-def compare(name: str, num_bytes: int, rounds: int, pair: dict[str, Callable[[], None]]) -> dict[str, object]:
-    """Run the works of `pair` in turns; GB/s of each (median), and the first as a share of the second."""
-    times: dict[str, list[float]] = {label: [] for label in pair}
-    for _ in range(rounds):
-        for label, work in pair.items():
-            times[label].append(seconds(work))
-    rates = {label: num_bytes / statistics.median(taken) / 1e9 for label, taken in times.items()}
-    first, second = rates.values()
-    shares = [b / a for a, b in zip(*times.values(), strict=True)]
-    result = {
-        "what": name,
-        **{label: round(rate, 2) for label, rate in rates.items()},
-        "share": round(first / second, 3),
-    }
-    result["share_by_round"] = [round(share, 2) for share in sorted(shares)]
-    print(json.dumps(result))
-    return result
+def spread_over(threads: int, step: int, work: Callable[[range], object]) -> Work:
+    """Cut rows into pieces of `step`, and take turns at them on so many threads."""
+
+    def pieces(rows: range) -> list[range]:
+        return [rows[i : i + step] for i in range(0, len(rows), step)]
+
+    def in_turn(pieces: Sequence[range]) -> None:
+        for piece in pieces:
+            work(piece)
+
+    if threads == 1:
+        return lambda rows: in_turn(pieces(rows))
+    pool = ThreadPoolExecutor(threads)
+
+    def side_by_side(rows: range) -> None:
+        for done in [pool.submit(in_turn, pieces(rows)[i::threads]) for i in range(threads)]:
+            done.result()
+
+    return side_by_side
 
 
-def restore(tier: Tier, out: np.ndarray, threads: int) -> None:
-    """Read every record, in batches over `threads`."""
+def per_batch(rows: np.ndarray) -> int:
+    return max(1, BATCH_BYTES // rows.shape[1])
 
-    def read(start: int) -> None:
-        rows = range(start, min(start + BATCH, len(out)))
-        if any(not isinstance(r, Found) for r in tier.get_into([Target(rid(i), out[i]) for i in rows])):
+
+def restore(tier: Tier, out: np.ndarray, threads: int) -> Work:
+    """Read records, in batches."""
+    targets = [Target(rid(i), row) for i, row in enumerate(out)]
+
+    def read(rows: range) -> None:
+        if any(not isinstance(r, Found) for r in tier.get_into(targets[rows.start : rows.stop])):
             raise RuntimeError("a record was not found")
 
-    if threads == 1:
-        for start in range(0, len(out), BATCH):
-            read(start)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(0, len(out), BATCH)))
+    return spread_over(threads, per_batch(out), read)
 
 
-def memcpy(source: np.ndarray, out: np.ndarray, threads: int) -> None:
+def memcpy(source: np.ndarray, out: np.ndarray, threads: int) -> Work:
     """Copy row by row, in the batches and over the threads that `restore` uses."""
+    pairs = list(zip(out, source, strict=True))
 
-    def copy(start: int) -> None:
-        for row in range(start, min(start + BATCH, len(out))):
-            np.copyto(out[row], source[row])
+    def copy(rows: range) -> None:
+        for to, row in pairs[rows.start : rows.stop]:
+            np.copyto(to, row)
 
-    if threads == 1:
-        for start in range(0, len(out), BATCH):
-            copy(start)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(copy, range(0, len(out), BATCH)))
+    return spread_over(threads, per_batch(out), copy)
 
 
-def direct_read(folder: Path, out: np.ndarray) -> None:
-    """Read as many bytes as `out` has from the tier's own segment files, at the same block size."""
-    row_bytes, row = out.shape[1], 0
-    for path in sorted(folder.glob("segment-*")):
-        descriptor = open_direct(path)
-        offset, end = 4 << 20, path.stat().st_size
-        while offset + row_bytes <= end and row < len(out):
-            os.preadv(descriptor, [out[row].data], offset)
-            offset, row = offset + row_bytes, row + 1
-        os.close(descriptor)
-    if row < len(out):
-        raise RuntimeError("the segments are smaller than the data")
+def direct_read(descriptor: int, out: np.ndarray, threads: int) -> Work:
+    """Read a flat file of as many bytes as `out` has, a row at a time."""
+    views: Sequence[memoryview] = [row.data for row in out]
+    size = out.shape[1]
+
+    def read(rows: range) -> None:
+        for row in rows:
+            if os.preadv(descriptor, [views[row]], row * size) != size:
+                raise RuntimeError("a read came back short")
+
+    return spread_over(threads, 1 if threads > 1 else len(out), read)
 
 
 def fill(tier: Tier, source: np.ndarray) -> None:
-    for start in range(0, len(source), BATCH):
-        rows = range(start, min(start + BATCH, len(source)))
+    step = per_batch(source)
+    for start in range(0, len(source), step):
+        rows = range(start, min(start + step, len(source)))
         if any(not isinstance(r, Stored) for r in tier.put([Record(rid(i), source[i]) for i in rows])):
             raise RuntimeError("a record was not stored")
 
@@ -125,17 +147,30 @@ def fill(tier: Tier, source: np.ndarray) -> None:
 def against_memcpy(source: np.ndarray, out: np.ndarray, threads: int, rounds: int) -> None:
     with DramTier(out.nbytes) as dram:
         fill(dram, source)
-        pair = {"dram": lambda: restore(dram, out, threads), "memcpy": lambda: memcpy(source, out, threads)}
-        compare(f"dram {out.shape[1] >> 10} KiB, {threads} threads", out.nbytes, rounds, pair)
+        works = {"dram": restore(dram, out, threads), "memcpy": memcpy(source, out, threads)}
+        compare(f"dram, {out.shape[1] >> 10} KiB, {threads} threads", out, rounds, works)
 
 
 def against_direct_reads(folder: Path, source: np.ndarray, out: np.ndarray, rounds: int) -> None:
     kib = out.shape[1] >> 10
-    with DiskTier(folder, 4 * out.nbytes) as disk:
-        wrote = seconds(lambda: fill(disk, source))
-        print(json.dumps({"what": f"disk write {kib} KiB", "GB/s": round(out.nbytes / wrote / 1e9, 2)}))
-        pair = {"disk": lambda: restore(disk, out, 1), "direct_read": lambda: direct_read(folder, out)}
-        compare(f"disk {kib} KiB", out.nbytes, rounds, pair)
+    flat = folder / "flat"
+    flat.touch()
+    descriptor = open_direct(flat)
+    os.posix_fallocate(descriptor, 0, source.nbytes)
+    for i, row in enumerate(source):
+        write_blocks(descriptor, i * source.shape[1], row)
+    with DiskTier(folder / "tier", 2 * out.nbytes) as disk:
+        start_s = time.perf_counter()
+        fill(disk, source)
+        wrote = time.perf_counter() - start_s
+        print(json.dumps({"what": f"disk write, {kib} KiB", "GB/s": round(out.nbytes / wrote / 1e9, 2)}))
+        works = {
+            "disk": restore(disk, out, 1),
+            "direct": direct_read(descriptor, out, 1),
+            "direct, 2 threads": direct_read(descriptor, out, 2),
+        }
+        compare(f"disk, {kib} KiB", out, rounds, works)
+    os.close(descriptor)
 
 
 def rebuild(folder: Path, num_records: int) -> None:
@@ -155,9 +190,9 @@ def rebuild(folder: Path, num_records: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--mib", type=int, default=512, help="data per measurement (default 512)")
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[2048, 128, 16], help="record sizes")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions, of which the median counts (default 7)")
+    parser.add_argument("--mib", type=int, default=128, help="data per measurement (default 128)")
+    parser.add_argument("--block-kib", type=int, nargs="+", default=[2048, 1024, 512, 256, 128], help="record sizes")
+    parser.add_argument("--rounds", type=int, default=11, help="repetitions (default 11)")
     parser.add_argument("--records", type=int, default=100_000, help="for the rebuild (default 100,000; 0 skips it)")
     options = parser.parse_args()
 

@@ -141,12 +141,14 @@ def _round(tier: Tier, size: int, count: int, advance: Callable[[int], None]) ->
     import numpy as np
 
     from pagoda.kv.keys import BlockKey
+    from pagoda.kv.tiers.direct_io import aligned_empty
     from pagoda.kv.tiers.records import Found, Record, RecordId, Stored, Target
 
     ids = [RecordId(BlockKey(os.urandom(32))) for _ in range(count)]
     step = max(1, _BATCH_BYTES // size)
     data = np.frombuffer(os.urandom(size), dtype=np.uint8)
-    out = np.ones((min(step, count), size), dtype=np.uint8)  # touched: fresh pages would be measured as well
+    out = aligned_empty(min(step, count) * size).reshape(-1, size)
+    out[:] = 1  # touched: fresh pages would be measured as well
     try:
         started = time.perf_counter()
         for first in range(0, count, step):

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,16 @@ _BOUNCE_BYTES = 4 << 20
 def align_up(num_bytes: int) -> int:
     """`num_bytes` rounded up to whole blocks."""
     return -(-num_bytes // BLOCK) * BLOCK
+
+
+def aligned_empty(num_bytes: int) -> ByteArray:
+    """Memory of unknown content that direct transfers need no bounce buffer for.
+
+    It comes from the ordinary allocator, which hands out used pages again; fresh ones cost more than the copy saved.
+    """
+    memory = np.empty(num_bytes + BLOCK, dtype=np.uint8)
+    start = -_address(memory) % BLOCK
+    return memory[start : start + num_bytes]
 
 
 def open_direct(path: Path) -> int:
@@ -60,29 +70,53 @@ class BouncePool:
                 self._idle.append(buffer)
 
 
-def read_into(descriptor: int, offset: int, out: ByteArray, pool: BouncePool) -> None:
-    """Fill `out` from `offset`, a multiple of BLOCK. Raises OSError; EIO if the file ends first."""
-    done = 0
-    if out.ctypes.data % BLOCK == 0:
-        done = out.size - out.size % BLOCK
-        _read_blocks(descriptor, offset, out[:done], done)
-    if done == out.size:
-        return
+def read_run(descriptor: int, offset: int, outs: Sequence[ByteArray], pool: BouncePool) -> None:
+    """Fill `outs` from `offset` on, where each begins on a block of its own. Raises OSError; EIO if the file ends first.
+
+    One call reads the whole blocks of aligned buffers into place, and everything else into a bounce buffer beside them.
+    """
     with pool.borrow() as bounce:
-        while done < out.size:
-            wanted = min(out.size - done, bounce.size)
-            _read_blocks(descriptor, offset + done, bounce[: align_up(wanted)], wanted)
-            np.copyto(out[done : done + wanted], bounce[:wanted])
-            done += wanted
+        views: list[ByteArray] = []
+        copies: list[tuple[ByteArray, ByteArray]] = []
+        fill = 0
+        for out in (out[i : i + bounce.size] for out in outs for i in range(0, out.size, bounce.size)):
+            direct = out.size - out.size % BLOCK if _address(out) % BLOCK == 0 else 0
+            rest = out.size - direct
+            if fill + align_up(rest) > bounce.size:
+                offset += _scatter(descriptor, offset, views, copies)
+                views, copies, fill = [], [], 0
+            if direct:
+                views.append(out[:direct])
+            if rest:
+                views.append(bounce[fill : fill + align_up(rest)])
+                copies.append((out[direct:], views[-1][:rest]))
+                fill += align_up(rest)
+        _scatter(descriptor, offset, views, copies)
 
 
-def _read_blocks(descriptor: int, offset: int, into: ByteArray, wanted: int) -> None:
+def _scatter(
+    descriptor: int, offset: int, views: list[ByteArray], copies: Sequence[tuple[ByteArray, ByteArray]]
+) -> int:
+    """Fill aligned `views`, then copy; returns the bytes read."""
+    wanted = sum(view.size for view in views)
     done = 0
     while done < wanted:
-        count = os.preadv(descriptor, [into[done:].data], offset + done)
-        if count == 0 or (count % BLOCK and done + count < wanted):
+        count = os.preadv(descriptor, [view.data for view in views], offset + done)
+        if count == 0 or count % BLOCK:
             raise OSError(errno.EIO, f"the file ends {wanted - done - count} bytes early")
         done += count
+        while views and count >= views[0].size:
+            count -= views.pop(0).size
+        if count:
+            views[0] = views[0][count:]
+    for out, part in copies:
+        np.copyto(out, part)
+    return done
+
+
+def _address(buffer: ByteArray) -> int:
+    address: int = buffer.__array_interface__["data"][0]  # several times faster than `ctypes.data`
+    return address
 
 
 def write_blocks(descriptor: int, offset: int, data: ByteArray) -> None:

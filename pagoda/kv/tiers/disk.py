@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from pagoda.kv.tiers.records import (
 _LARGEST_USUAL_SEGMENT = 256 << 20
 _USUAL_SEGMENTS = 16
 _MOST_SEGMENTS = 256
-_READERS = 2
+_HELPERS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +99,7 @@ class DiskTier(LocalTier):
         self._capacity = capacity_bytes
         self._clock = clock
         self._pool = BouncePool()
-        self._readers = ThreadPoolExecutor(_READERS, "pagoda-disk")  # one reads while another verifies
+        self._helpers = ThreadPoolExecutor(_HELPERS, "pagoda-disk")
         self._writing = threading.Lock()
         self._lock = threading.Condition()
         self._index: dict[RecordId, Stub] = {}
@@ -154,11 +155,12 @@ class DiskTier(LocalTier):
                 stub.num_hits += 1
                 stub.segment.readers += 1
                 reads.append(_Read(i, stub, outs[i][: stub.num_bytes]))
-        runs = list(_runs(reads))
-        outcomes = map(self._read, runs) if len(runs) < 2 else self._readers.map(self._read, runs)
-        for run, outcome in zip(runs, outcomes, strict=True):
-            for read, result in zip(run, outcome, strict=True):
-                results[read.position] = result
+        runs = deque(_runs(reads))
+        helpers = [self._helpers.submit(self._drain, runs, results) for _ in range(min(_HELPERS, len(runs) - 1))]
+        self._drain(runs, results)
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
         for read in reads:
             if isinstance(results[read.position], Corrupt):
                 self._drop(read.stub)
@@ -206,7 +208,7 @@ class DiskTier(LocalTier):
             return Usage(self._capacity, used, self._payload_bytes, len(self._index))
 
     def _close(self) -> None:
-        self._readers.shutdown()
+        self._helpers.shutdown()
         self._log.close()
         self._directory_lock.close()
 
@@ -245,11 +247,21 @@ class DiskTier(LocalTier):
                 return Failed(TierError(f"a replaced record cannot be erased from disk: {error}"))
         return Stored(stub.num_bytes)
 
+    def _drain(self, runs: deque[list[_Read]], results: list[GetResult]) -> None:
+        """Read runs until none is left; a caller and its helpers share them, so that some read while others verify."""
+        while True:
+            try:
+                run = runs.popleft()
+            except IndexError:
+                return
+            for read, result in zip(run, self._read(run), strict=True):
+                results[read.position] = result
+
     def _read(self, run: list[_Read]) -> Sequence[GetResult]:
         """Read neighbours, whose segment is pinned once for each, and unpin it."""
         segment = run[0].stub.segment
         try:
-            sound = segment.read_run([read.stub for read in run], [read.out for read in run], self._pool)
+            sound = segment.read([read.stub for read in run], [read.out for read in run], self._pool)
         except OSError as error:
             return [Failed(TierError(f"a record cannot be read from disk: {error}"))] * len(run)
         finally:

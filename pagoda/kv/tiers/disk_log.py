@@ -20,10 +20,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from pagoda.kv.tiers.base import Tally
-from pagoda.kv.tiers.direct_io import BouncePool, align_up
+from pagoda.kv.tiers.direct_io import BouncePool, align_up, aligned_empty
 from pagoda.kv.tiers.disk_lock import LOCK_NAME
 from pagoda.kv.tiers.disk_segment import Damage, Geometry, Segment, Stub
 from pagoda.kv.tiers.records import ByteArray, RecordId
@@ -217,8 +215,8 @@ class SegmentLog:
         batch: Moves = []
         payloads: list[ByteArray] = []
         for stub in survivors:
-            payload = np.empty(stub.num_bytes, dtype=np.uint8)
-            if not stub.segment.read(stub, payload, self._pool):
+            payload = aligned_empty(stub.num_bytes)
+            if not all(stub.segment.read([stub], [payload], self._pool)):
                 self._tally.add("corrupt_checksum")
                 continue
             batch.append((stub, self.place(stub.id, payload, stub.lease_until)))

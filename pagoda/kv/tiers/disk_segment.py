@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.kv.tiers.checksum import BEST, available, checksum
-from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, open_direct, read_into, write_blocks
+from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, open_direct, read_run, write_blocks
 from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, RecordId
 
 _MAGIC = b"PAGODASG"
@@ -214,20 +214,9 @@ class Segment:
         """Make the entry of `stub` free for good: no restart finds the record. Raises OSError."""
         self._write_front(_entry_offset(stub.slot), _FREE_ENTRY)
 
-    def read(self, stub: Stub, out: ByteArray, pool: BouncePool) -> bool:
-        """Read a payload into all of `out`; whether it verifies. Raises OSError."""
-        read_into(self._file, stub.offset, out, pool)
-        return checksum(self._algorithm, out) == stub.checksum
-
-    def read_run(self, stubs: Sequence[Stub], outs: Sequence[ByteArray], pool: BouncePool) -> list[bool]:
-        """Read neighbouring payloads, at most RUN_BYTES in all, with one call; which verify. Raises OSError."""
-        if len(stubs) == 1:
-            return [self.read(stubs[0], outs[0], pool)]
-        start, end = stubs[0].offset, stubs[-1].offset + align_up(stubs[-1].num_bytes)
-        with pool.borrow() as buffer:
-            read_into(self._file, start, buffer[: end - start], pool)
-            for stub, out in zip(stubs, outs, strict=True):
-                np.copyto(out, buffer[stub.offset - start : stub.offset - start + stub.num_bytes])
+    def read(self, stubs: Sequence[Stub], outs: Sequence[ByteArray], pool: BouncePool) -> list[bool]:
+        """Read neighbouring payloads into all of `outs`, with one call; which verify. Raises OSError."""
+        read_run(self._file, stubs[0].offset, outs, pool)
         return [checksum(self._algorithm, out) == stub.checksum for stub, out in zip(stubs, outs, strict=True)]
 
     def close(self) -> None:
