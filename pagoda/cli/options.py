@@ -54,6 +54,16 @@ Secret = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+TierKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        envvar="PAGODA_TIER_KEY",
+        show_envvar=True,
+        help="Seal what tiers outside this process hold (AES-GCM): env:NAME or file:PATH of a key in hexadecimal.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 Eviction = Annotated[
     str,
     typer.Option(

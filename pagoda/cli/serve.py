@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pagoda.cli import options
+from pagoda.cli.config import Config
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def serve(
     dtype: options.Dtype = "auto",
     tier: options.Tiers = None,
     secret: options.Secret = None,
+    tier_key: options.TierKey = None,
     eviction: options.Eviction = "reuse",
     queue_policy: Annotated[
         QueuePolicy,
@@ -96,6 +98,7 @@ def serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    config: Config = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     from pagoda.server.run import bind
@@ -115,6 +118,7 @@ def serve(
             eviction=eviction,
             tiers=tier or (),
             secret=secret,
+            tier_key=tier_key,
         )
 
         from pagoda.server.app import create_app

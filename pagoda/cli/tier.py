@@ -116,6 +116,7 @@ def purge(
 @app.command()
 def bench(
     spec: Spec,
+    key: Key = None,
     record: Annotated[list[str] | None, typer.Option(help="Record size; repeatable.")] = None,
     total: Annotated[str, typer.Option(help="Bytes to move in each round.")] = "64MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 5,
@@ -128,7 +129,7 @@ def bench(
     sizes = [parse_size(size) for size in record or ("64KiB", "512KiB", "2MiB")]
     num_bytes = parse_size(total)
     table = Table("record size", "put GB/s", "get GB/s", "get one, ms", title=spec, title_justify="left")
-    with _bench_tier(spec, 2 * num_bytes) as tier, _progress("measuring", len(sizes) * rounds) as advance:
+    with _bench_tier(spec, key, 2 * num_bytes) as tier, _progress("measuring", len(sizes) * rounds) as advance:
         for size in sizes:
             measured = [_round(tier, size, max(1, num_bytes // size), advance) for _ in range(rounds)]
             put, get, one = (statistics.median(figures) for figures in zip(*measured, strict=True))
@@ -182,7 +183,7 @@ def _parsed(spec: str) -> TierSpec:
 @contextmanager
 def _opened(text: str, key: str | None) -> Iterator[Tier]:
     """An existing tier. Opening one that is not there would make it, and a mistyped path look like an empty tier."""
-    from pagoda.kv.tiers.spec import open_tier
+    from pagoda.kv.tiers.spec import load_key, open_tier
 
     spec = _parsed(text)
     if spec.kind == "dram":
@@ -194,12 +195,7 @@ def _opened(text: str, key: str | None) -> Iterator[Tier]:
         raise ConfigError(f"there is no tier at {path}")
     if spec.kind == "disk":
         _check_size(path, spec.capacity_bytes or 0)
-    secret = None
-    if key is not None:
-        from pagoda.kv.tiers.encrypted import load_key
-
-        secret = load_key(key)
-    with open_tier(spec, key=secret) as tier:
+    with open_tier(spec, key=None if key is None else load_key(key)) as tier:
         yield tier
 
 
@@ -215,11 +211,11 @@ def _check_size(folder: Path, capacity_bytes: int) -> None:
 
 
 @contextmanager
-def _bench_tier(text: str, num_bytes: int) -> Iterator[Tier]:
+def _bench_tier(text: str, key: str | None, num_bytes: int) -> Iterator[Tier]:
     """The tier to measure: for disk and shared memory a new one beside the given, which goes afterwards."""
     from dataclasses import replace
 
-    from pagoda.kv.tiers.spec import open_tier
+    from pagoda.kv.tiers.spec import load_key, open_tier
 
     spec = _parsed(text)
     scratch: Path | None = None
@@ -231,7 +227,7 @@ def _bench_tier(text: str, num_bytes: int) -> Iterator[Tier]:
         scratch = folder / f"pagoda-bench-{os.getpid()}"
         spec = replace(spec, location=str(scratch), capacity_bytes=max(num_bytes, 64 << 20))
     try:
-        with open_tier(spec) as tier:
+        with open_tier(spec, key=None if key is None else load_key(key)) as tier:
             yield tier
     finally:
         if scratch is not None and scratch.is_dir():

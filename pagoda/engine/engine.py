@@ -29,7 +29,7 @@ from pagoda.kv.lease import TierUse
 from pagoda.kv.pool import BlockPool
 from pagoda.kv.sizes import format_size, parse_size
 from pagoda.kv.tiered import TieredCache
-from pagoda.kv.tiers.spec import open_tier, parse_tier
+from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Engine:
         eviction: what goes first when the pool is full; a name that `pagoda.kv.eviction.make_policy` knows.
         tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
+        tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -106,6 +107,7 @@ class Engine:
         eviction: str = "reuse",
         tiers: Sequence[str] = (),
         secret: str | None = None,
+        tier_key: str | None = None,
         progress: bool = True,
     ) -> None:
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share)
@@ -126,7 +128,7 @@ class Engine:
                 f"takes {format_size(layout.block_stride)}"
             )
         pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
-        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, secret)
+        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, secret, tier_key)
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(
@@ -227,6 +229,7 @@ def _cache(
     policy: EvictionPolicy,
     tiers: Sequence[str],
     secret: str | None,
+    tier_key: str | None,
 ) -> KVCache:
     """The cache, with tiers below the pool if there are any."""
     if not tiers:
@@ -236,13 +239,27 @@ def _cache(
         "ropes": repr(loaded.spec.ropes),
         "compute": str(loaded.decoder.dtype),
     }
-    # Memory of this process is written when the pool evicts; what outlives the process, at once.
     specs = [parse_tier(tier) for tier in tiers]
-    policies = [WritePolicy.BACK if spec.kind == "dram" else WritePolicy.THROUGH for spec in specs]
-    opened = [(open_tier(spec), policy) for spec, policy in zip(specs, policies, strict=True)]
+    policies = [_write_policy(spec) for spec in specs]
+    key = None if tier_key is None else load_key(tier_key)
+    # Memory of this process is not sealed: its KV lies open beside it in the pool.
+    opened = [
+        (open_tier(spec, key=None if spec.kind == "dram" else key), policy)
+        for spec, policy in zip(specs, policies, strict=True)
+    ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups))
     keys = KeyChain(layout.fingerprint(identity), hashlib.sha256((secret or "").encode()).digest())
     return TieredCache(layout, pool, hierarchy, keys, policy)
+
+
+def _write_policy(spec: TierSpec) -> WritePolicy:
+    """What SPEC asks for; else memory of this process is written when the pool evicts, what outlives it at once."""
+    if not spec.write:
+        return WritePolicy.BACK if spec.kind == "dram" else WritePolicy.THROUGH
+    try:
+        return WritePolicy(spec.write)
+    except ValueError:
+        raise ConfigError(f"a tier can be written {', '.join(WritePolicy)}, not {spec.write!r}") from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

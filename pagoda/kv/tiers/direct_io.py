@@ -71,7 +71,7 @@ class BouncePool:
 
 
 def read_run(descriptor: int, offset: int, outs: Sequence[ByteArray], pool: BouncePool) -> None:
-    """Fill `outs` from `offset` on, where each begins on a block of its own. Raises OSError; EIO if the file ends first.
+    """Fill `outs` with what lies from `offset` on, each beginning on a block of its own. Raises OSError.
 
     One call reads the whole blocks of aligned buffers into place, and everything else into a bounce buffer beside them.
     """
@@ -79,7 +79,7 @@ def read_run(descriptor: int, offset: int, outs: Sequence[ByteArray], pool: Boun
         views: list[ByteArray] = []
         copies: list[tuple[ByteArray, ByteArray]] = []
         fill = 0
-        for out in (out[i : i + bounce.size] for out in outs for i in range(0, out.size, bounce.size)):
+        for out in (whole[i : i + bounce.size] for whole in outs for i in range(0, whole.size, bounce.size)):
             direct = out.size - out.size % BLOCK if _address(out) % BLOCK == 0 else 0
             rest = out.size - direct
             if fill + align_up(rest) > bounce.size:
@@ -97,7 +97,7 @@ def read_run(descriptor: int, offset: int, outs: Sequence[ByteArray], pool: Boun
 def _scatter(
     descriptor: int, offset: int, views: list[ByteArray], copies: Sequence[tuple[ByteArray, ByteArray]]
 ) -> int:
-    """Fill aligned `views`, then copy; returns the bytes read."""
+    """Fill aligned `views`, then copy; returns the bytes read. Raises OSError; EIO if the file ends first."""
     wanted = sum(view.size for view in views)
     done = 0
     while done < wanted:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from pagoda.errors import ConfigError
 from pagoda.kv.tiers.base import LocalTier, Tier
 from pagoda.kv.tiers.records import (
     Corrupt,
@@ -40,22 +38,6 @@ from pagoda.kv.tiers.records import (
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
-
-
-def load_key(source: str) -> bytes:
-    """The key in "env:NAME" or "file:PATH": 16, 24 or 32 bytes in hexadecimal. Raises ConfigError."""
-    kind, _, where = source.partition(":")
-    try:
-        text = {"env": lambda: os.environ[where], "file": lambda: Path(where).read_text()}[kind]()
-    except (KeyError, OSError) as error:
-        raise ConfigError(f"no encryption key at {source!r}; give env:NAME or file:PATH") from error
-    try:
-        key = bytes.fromhex(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"the encryption key at {source!r} is not hexadecimal") from error
-    if len(key) not in (16, 24, 32):
-        raise ConfigError(f"the encryption key at {source!r} has {len(key)} bytes, not 16, 24 or 32")
-    return key
 
 
 def sealed(inner: Tier, key: bytes) -> Tier:

@@ -6,12 +6,14 @@
     s3://BUCKET/PREFIX  gs://  az://  file:///FOLDER          an object store, or a folder as one; many processes
     redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
 
+Any of them may end in `?write=through` (each full block at once) or `?write=back` (what the device evicts).
 Sizes take B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB and K, M, G, T (of 1024).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.errors import ConfigError
@@ -32,15 +34,24 @@ class TierSpec:
         kind: dram, shm, disk, object or redis.
         location: a folder, a name or an address; empty for dram.
         capacity_bytes: its budget; None where the service behind it has its own.
+        write: when it gets a block, as the hierarchy calls it; empty for what suits its kind.
     """
 
     kind: str
     location: str
     capacity_bytes: int | None
+    write: str = ""
 
 
 def parse_tier(text: str) -> TierSpec:
     """Read a one-line description of a tier. Raises ConfigError that says what is wrong."""
+    place, asked, write = text.partition("?write=")
+    if asked and not write:
+        raise ConfigError(f"the tier {text!r} does not say how it is written")
+    return replace(_parse_place(place), write=write)
+
+
+def _parse_place(text: str) -> TierSpec:
     scheme, separator, rest = text.partition("://")
     if separator:
         if scheme in _OBJECT_SCHEMES and rest.strip("/"):
@@ -78,6 +89,22 @@ def open_tier(spec: TierSpec, *, key: bytes | None = None) -> Tier:
         tier.close()
         raise _missing("encryption", "cryptography") from error
     return sealed(tier, key)
+
+
+def load_key(source: str) -> bytes:
+    """The key in "env:NAME" or "file:PATH": 16, 24 or 32 bytes in hexadecimal. Raises ConfigError."""
+    kind, _, where = source.partition(":")
+    try:
+        text = {"env": lambda: os.environ[where], "file": lambda: Path(where).read_text()}[kind]()
+    except (KeyError, OSError) as error:
+        raise ConfigError(f"no encryption key at {source!r}; give env:NAME or file:PATH") from error
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"the encryption key at {source!r} is not hexadecimal") from error
+    if len(key) not in (16, 24, 32):
+        raise ConfigError(f"the encryption key at {source!r} has {len(key)} bytes, not 16, 24 or 32")
+    return key
 
 
 def _open(spec: TierSpec) -> Tier:

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("cryptography", reason="encryption needs the extra 'encryption'")
 
 from pagoda.errors import ConfigError
-from pagoda.kv.tiers.encrypted import SEAL_BYTES, EncryptedTier, load_key
+from pagoda.kv.tiers.encrypted import SEAL_BYTES, EncryptedTier
 from pagoda.kv.tiers.fake import MemoryTier
 from pagoda.kv.tiers.records import Corrupt, Found, Missing, Record
+from pagoda.kv.tiers.spec import load_key
 from tests.kv.tiers.kit import KIB, get, record, rid
 
 

@@ -23,6 +23,8 @@ from tests.kv.tiers.kit import KIB, get, record, redis_url, rid
         ("s3://bucket/prefix", TierSpec("object", "s3://bucket/prefix", None)),
         ("file:///folder", TierSpec("object", "file:///folder", None)),
         ("redis://host:6379/0", TierSpec("redis", "redis://host:6379/0", None)),
+        ("disk:/path:1GiB?write=back", TierSpec("disk", "/path", 1 << 30, "back")),
+        ("s3://bucket/prefix?write=back", TierSpec("object", "s3://bucket/prefix", None, "back")),
     ],
 )
 def test_what_parses(text: str, spec: TierSpec) -> None:
@@ -42,6 +44,7 @@ def test_what_parses(text: str, spec: TierSpec) -> None:
         ("disk:/path:lots", "not a size: 'lots'"),
         ("shm:4GiB", "shm:NAME:SIZE"),
         ("s3://", "no bucket"),
+        ("disk:/path:1GiB?write=", "how it is written"),
         ("ftp://host/x", "scheme that is not known"),
     ],
 )
