@@ -17,6 +17,7 @@ import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from pagoda.engine.admin import CacheAdmin
@@ -147,7 +148,7 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._core.cache.close)
 
-    async def stream(
+    def stream(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
@@ -163,16 +164,27 @@ class AsyncEngine:
             RequestError: it cannot be served; raised before the first output.
             RequestAborted: the engine is stopping, or its thread died.
         """
+        name = request_id or uuid.uuid4().hex
+        add = partial(self._core.add, name, prompt, params, scope=scope, priority=priority, leases=leases)
+        return self._stream(name, add)
+
+    def fork(
+        self, request_id: str, params: SamplingParams, *, new_id: str | None = None, index: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Go on from all that a live request has so far, in a request of its own: see `EngineCore.fork`.
+
+        Raises:
+            RequestError: as `stream`, or there is no such live request.
+        """
+        name = new_id or uuid.uuid4().hex
+        return self._stream(name, partial(self._core.fork, request_id, name, params, index=index))
+
+    async def _stream(self, name: str, start: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
         if not self._accepting or not self.is_healthy:
             raise RequestAborted("the engine is not running")
-        name = request_id or uuid.uuid4().hex
         outputs: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
         self._streams[name] = outputs
-        self._inbox.put(
-            lambda: self._add(
-                name, lambda: self._core.add(name, prompt, params, scope=scope, priority=priority, leases=leases)
-            )
-        )
+        self._inbox.put(lambda: self._add(name, start))
         finished = False
         try:
             while not finished:

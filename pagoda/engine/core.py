@@ -14,7 +14,9 @@ from itertools import pairwise
 
 import torch
 
+from pagoda.engine.beam import BeamState
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.forking import Forker
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
@@ -29,15 +31,14 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
-from pagoda.engine.text import OutputText
-from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused
+from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, ModelError
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
-from pagoda.kv.observe import Explanation
-from pagoda.kv.radix_node import as_tokens
-from pagoda.model.sampler import SampledToken, SamplerState, sample
-from pagoda.model.tokenizer import TextStream, Tokenizer
+from pagoda.kv.observe import Explanation, MissReason
+from pagoda.kv.radix_node import TokenArray, as_tokens
+from pagoda.model.sampler import SampledToken, likeliest, sample
+from pagoda.model.tokenizer import Tokenizer
 
 _RESTORE_WAIT_S = 0.002
 _MIN_TOKENS_TO_TIME = 64
@@ -72,11 +73,11 @@ class EngineCore:
         self.observers: list[EngineObserver] = []
         self.explanations: OrderedDict[str, tuple[str, Explanation]] = OrderedDict()  # of the last requests
         self._runner = runner
-        self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._scheduler = Scheduler(cache, config)
+        self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
         # Whatever is leased, the longest request must still be able to run.
         room = cache.num_blocks - cache.peak_blocks(max_model_len, config.token_budget)
         cache.retention.limit_blocks = max(0, min(int(config.lease_share * cache.num_blocks), room))
@@ -124,13 +125,52 @@ class EngineCore:
             raise InvalidRequest(f"prompt token ids must be in [0, {self._vocab_size})", param="prompt")
         if any(spec.num_tokens > tokens.size for spec in leases):
             raise InvalidRequest(f"a lease ends after the prompt of {tokens.size} tokens", param="leases")
-        max_tokens = self._max_tokens(int(tokens.size), params)
-        request = Request(request_id, tokens, params, scope, priority, max_tokens)
+        request = self._request(request_id, tokens, params, scope, priority)
         request.tier_use = tier_use
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
-        request.samples.append(self._new_sample(request, 0, TokenBuffer(tokens.copy())))
+        request.samples.append(self._forker.sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
         self._scheduler.add(request.samples[0])
+
+    def fork(self, request_id: str, new_id: str, params: SamplingParams, *, index: int = 0) -> None:
+        """Start a request that goes on from all tokens that a live one has so far, on the same blocks, copy-on-write.
+
+        What the live one has, output included, is the new one's prompt.
+
+        Args:
+            index: which of the live request's samples.
+
+        Raises:
+            InvalidRequest: there is no such live sample, it is a beam, or `new_id` is in use.
+            ContextTooLong: as in `add`.
+        """
+        if new_id in self._requests:
+            raise InvalidRequest(f"request id {new_id!r} is in use", param="request_id")
+        source = self._requests.get(request_id)
+        sample = next((each for each in source.samples if each.index == index), None) if source else None
+        if source is None or sample is None or sample.finish_reason is not None or source.beams is not None:
+            raise InvalidRequest(f"request {request_id!r} has no live sample {index} to fork", param="request_id")
+        request = self._request(new_id, sample.tokens.view.copy(), params, source.scope, source.priority)
+        request.tier_use = source.tier_use
+        self._forker.branch(sample, request)
+        lease = request.samples[0].lease
+        if lease is not None:
+            request.explanation = Explanation(int(request.prompt.size), lease.num_hit_tokens, MissReason.NONE)
+        self._requests[new_id] = request
+
+    def _request(
+        self, request_id: str, tokens: TokenArray, params: SamplingParams, scope: Scope, priority: int
+    ) -> Request:
+        max_tokens = self._max_tokens(int(tokens.size), params)
+        request = Request(request_id, tokens, params, scope, priority, max_tokens)
+        if params.beam is not None:
+            limits = {"the vocabulary": self._vocab_size, "max_num_seqs": self._config.max_num_seqs}
+            for what, limit in limits.items():
+                if params.beam.width > limit:
+                    raise InvalidRequest(f"{params.beam.width} beams are more than {what}, {limit}", param="n")
+            end_ids = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_ids)
+            request.beams = BeamState(params.beam, end_ids, max_tokens)
+        return request
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         wanted = params.max_tokens if params.max_tokens is not None else max(1, self.max_model_len - prompt_len)
@@ -142,20 +182,16 @@ class EngineCore:
                 param="prompt" if prompt_len >= self.max_model_len else "max_tokens",
             )
         needed = self.cache.peak_blocks(total, self._config.token_budget)
-        if needed > self.cache.num_blocks:
+        room = self.cache.num_blocks
+        if params.beam is not None:  # beams go on together, so there must always be room for all of them
+            needed = self.cache.peak_blocks(total, self._config.token_budget, params.beam.width, prompt_len)
+            room -= self.cache.retention.limit_blocks
+        if needed > room:
             raise ContextTooLong(
-                f"{prompt_len} prompt tokens and {wanted} more need {needed} KV blocks; "
-                f"the pool has {self.cache.num_blocks}",
+                f"{prompt_len} prompt tokens and {wanted} more need {needed} KV blocks; there are {room} for a request",
                 param="prompt",
             )
         return wanted
-
-    def _new_sample(self, request: Request, index: int, tokens: TokenBuffer) -> Sample:
-        params = request.params
-        stream = TextStream(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
-        prompt = request.prompt.tolist() if params.repetition_penalty != 1.0 else ()  # only that penalty reads it
-        sampler = SamplerState(params, self._vocab_size, prompt, index=index)
-        return Sample(request, index, tokens, sampler, OutputText(stream, params.stop))
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now and let go of its blocks; nothing if it is not there any more."""
@@ -165,10 +201,10 @@ class EngineCore:
         return [self._end(request, FinishReason.ABORT)]
 
     def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
-        deltas = []
+        deltas: dict[Sample, Delta] = {}
         for live in [each for each in request.samples if each.finish_reason is None]:
             self._finish(live, reason)
-            deltas.append(Delta(live.index, live.text.flush(), (), finish_reason=reason))
+            deltas[live] = Delta(live.index, live.text.flush(), (), finish_reason=reason)
         return self._output(request, deltas)
 
     def step(self) -> list[RequestOutput]:
@@ -189,7 +225,7 @@ class EngineCore:
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)
-        outputs = self._sample([rows.sample for rows in plan if rows.needs_logits], logits)
+        outputs = self._choose([rows.sample for rows in plan if rows.needs_logits], logits)
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
             step_s=time.perf_counter() - started,
@@ -248,40 +284,64 @@ class EngineCore:
         while len(self.explanations) > _MAX_EXPLANATIONS:
             self.explanations.popitem(last=False)
 
+    def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
+        """Choose the next tokens."""
+        searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
+        if not searching:
+            return self._sample(samples, logits)
+        drawing = [row for row, each in enumerate(samples) if each.request.beams is None]
+        return [
+            *self._search([samples[row] for row in searching], logits[searching]),
+            *self._sample([samples[row] for row in drawing], logits[drawing]),
+        ]
+
+    def _search(self, beams: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
+        """Note how beams may go on, and advance the searches that have this of all their beams."""
+        rows_of: dict[Request, list[int]] = {}
+        for row, beam in enumerate(beams):
+            rows_of.setdefault(beam.request, []).append(row)
+        outputs = []
+        for request, rows in rows_of.items():
+            num_shown = request.params.logprobs or 0
+            found = likeliest(logits[rows], max(request.search.num_candidates, num_shown))
+            for row, tokens in zip(rows, found, strict=True):
+                if isinstance(tokens, ModelError):
+                    outputs.append(self._end(request, FinishReason.ABORT))
+                    break
+                top = tuple(tokens[:num_shown])
+                beams[row].continuations = [TokenLogprob(token, logprob, top) for token, logprob in tokens]
+            else:
+                if all(beam.is_ready for beam in request.samples):
+                    self._forker.advance(request)
+                    request.token_times.append(time.perf_counter())
+                    if request.is_finished:
+                        outputs.append(self._output(request, {}))
+        return outputs
+
     def _sample(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Choose the next tokens, forking the requests that just finished their prompt into `n` samples."""
+        """Draw the next tokens, forking the requests that just finished their prompt into their samples."""
         row_of: list[int] = []
         everyone: list[Sample] = []
         for row, first in enumerate(samples):
-            forks = self._fork(first) if len(first.request.samples) < first.request.params.n else []
+            forks = self._forker.spread(first) if len(first.request.samples) < first.request.params.num_samples else []
             everyone += [first, *forks]
             row_of += [row] * (1 + len(forks))
         rows = logits if len(row_of) == len(logits) else logits[row_of]
         chosen = sample(rows, [each.sampler for each in everyone])
         now = time.perf_counter()
-        deltas: dict[Request, list[Delta]] = {}
+        deltas: dict[Request, dict[Sample, Delta]] = {}
         for each, token in zip(everyone, chosen, strict=True):
             if each.request not in deltas:
-                deltas[each.request] = []
+                deltas[each.request] = {}
                 each.request.token_times.append(now)
-            new = deltas[each.request]
             if isinstance(token, SampledToken):
-                new.append(self._append(each, token))
+                delta = self._append(each, token)
             else:
                 self._finish(each, FinishReason.ABORT)
-                new.append(Delta(each.index, "", (), finish_reason=FinishReason.ABORT))
-        return [self._output(request, new) for request, new in deltas.items()]
-
-    def _fork(self, first: Sample) -> list[Sample]:
-        request = first.request
-        forks = []
-        for index in range(1, request.params.n):
-            twin = self._new_sample(request, index, first.tokens.fork())
-            twin.lease = self.cache.fork(first.running_lease)
-            self._scheduler.start(twin)
-            forks.append(twin)
-        request.samples += forks
-        return forks
+                delta = Delta(each.index, "", (), finish_reason=FinishReason.ABORT)
+            deltas[each.request][each] = delta
+        outputs = [self._output(request, new) for request, new in deltas.items()]
+        return [output for output in outputs if output.deltas]
 
     def _append(self, each: Sample, token: SampledToken) -> Delta:
         """Add a token to a sample, and end the sample where it must."""
@@ -312,8 +372,14 @@ class EngineCore:
         each.finish_reason = reason
         self._scheduler.remove(each)
 
-    def _output(self, request: Request, deltas: list[Delta]) -> RequestOutput:
+    def _output(self, request: Request, new: dict[Sample, Delta]) -> RequestOutput:
         finished = request.is_finished
+        deltas = list(new.values())
+        if request.params.is_ranked:
+            for each, delta in new.items():
+                if each.held is not None:
+                    each.held.add(delta)
+            deltas = self._forker.winners(request) if finished else []
         if finished:
             del self._requests[request.request_id]
             stats = _request_stats(request)

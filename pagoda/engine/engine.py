@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +17,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import safe_kv_memory
 from pagoda.engine.outputs import Completion, Usage
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
@@ -220,6 +220,38 @@ class Engine:
         return [
             Generation(tuple(prompt), completions[name], usage[name]) for name, prompt in zip(ids, tokens, strict=True)
         ]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int = 4,
+        *,
+        n: int = 1,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        ignore_eos: bool = False,
+        stop_token_ids: Collection[int] = (),
+        logprobs: int | None = None,
+        scope: Scope = Scope(),
+    ) -> list[Generation]:
+        """The `n` best outputs of each prompt, best first, found with `width` beams: see BeamSearch.
+
+        Each completion's `score` is its log-probability over `length ** length_penalty`. The other arguments are
+        `SamplingParams`'.
+
+        Raises:
+            RequestError: a prompt cannot be served; none is started.
+        """
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            beam=BeamSearch(width, length_penalty, early_stopping),
+            ignore_eos=ignore_eos,
+            stop_token_ids=frozenset(stop_token_ids),
+            logprobs=logprobs,
+        )
+        return self.generate(prompts, params, scope=scope)
 
 
 def _cache(

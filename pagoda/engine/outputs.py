@@ -33,7 +33,8 @@ class Delta:
     """New output of one of a request's samples.
 
     `text` excludes stop strings and may be empty while a character or a possible stop string is incomplete.
-    `stop_reason` is the stop string or stop token id that ended the sample, where one did.
+    `stop_reason` is the stop string or stop token id that ended the sample, where one did. `score` is what a whole
+    sample was ranked by, where it was: see `SamplingParams.is_ranked`.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
     def add(self, delta: Delta) -> None:
         """Append a delta. Mutates this completion."""
@@ -96,6 +99,7 @@ class Completion:
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.score = delta.score
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pagoda.errors import InvalidRequest
+
+MAX_SAMPLES = 128
+
+# What shapes a draw, and the values that do not. A stop string would end a beam between two tokens.
+_DRAWING: Mapping[str, object] = {
+    "best_of": None,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "stop": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +43,48 @@ class LeaseSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
+class BeamSearch:
+    """Search for the likeliest outputs with `width` beams; names and meanings are Transformers' generation settings'.
 
-    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up
-    to the model's context. `logprobs=None` asks for none, `0` for the chosen token's alone, `k` for the `k` likeliest
-    as well.
+    A finished beam is ranked by its log-probability over `length ** length_penalty`. The search ends when `width` are
+    finished and no beam at its present length is better (`early_stopping=False`), none at any length could be
+    (`"never"`), or at once (`True`).
 
     Raises:
         InvalidRequest: a field is out of range; `param` names it.
     """
 
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_SAMPLES:
+            raise InvalidRequest(f"the beam width must be between 1 and {MAX_SAMPLES}, got {self.width}", param="n")
+        if not -10.0 <= self.length_penalty <= 10.0:
+            message = f"length_penalty must be between -10 and 10, got {self.length_penalty}"
+            raise InvalidRequest(message, param="length_penalty")
+        if self.early_stopping not in (True, False, "never"):
+            message = f"early_stopping must be true, false or 'never', got {self.early_stopping!r}"
+            raise InvalidRequest(message, param="early_stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
+
+    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up
+    to the model's context. `logprobs=None` asks for none, `0` for the chosen token's alone, `k` for the `k` likeliest
+    as well. `best_of` draws more samples than `n` and returns those of the highest mean log-probability, at the end.
+    `beam` searches instead of drawing: then nothing that shapes a draw may be set, and `n` of its beams are returned.
+
+    Raises:
+        InvalidRequest: a field is out of range, or does not go with another; `param` names it.
+    """
+
     n: int = 1
+    best_of: int | None = None
+    beam: BeamSearch | None = None
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
@@ -63,7 +110,12 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "must be a finite number")
-        check(1 <= self.n <= 128, "n", "must be between 1 and 128")
+        check(1 <= self.n <= MAX_SAMPLES, "n", f"must be between 1 and {MAX_SAMPLES}")
+        check(
+            self.best_of is None or self.n <= self.best_of <= MAX_SAMPLES,
+            "best_of",
+            f"must be between n ({self.n}) and {MAX_SAMPLES}",
+        )
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         check(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
         check(self.top_k >= 0, "top_k", "must be 0 (off) or more")
@@ -79,3 +131,18 @@ class SamplingParams:
             "logit_bias",
             "takes at most 1024 tokens with biases between -100 and 100",
         )
+        if self.beam is not None:
+            check(self.n <= self.beam.width, "n", f"must not exceed the beam width of {self.beam.width}")
+            check(self.temperature in (0.0, 1.0), "temperature", "has no meaning in a beam search")
+            for name, default in _DRAWING.items():
+                check(getattr(self, name) == default, name, "has no meaning in a beam search")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the prompt forks into; beams fork and die as they go."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether only the end tells which samples are returned."""
+        return self.beam is not None or self.num_samples > self.n

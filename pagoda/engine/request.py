@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.engine.outputs import FinishReason, LeaseOutcome, Usage
+from pagoda.engine.beam import BeamState
+from pagoda.engine.outputs import Completion, FinishReason, LeaseOutcome, TokenLogprob, Usage
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
 from pagoda.kv.computing import PendingPrefix
@@ -61,7 +63,9 @@ class TokenBuffer:
 class Sample:
     """One output of a request: the unit that is scheduled.
 
-    `lease` is there while it runs. `num_known` tokens exist, of which the lease's `num_computed_tokens` have KV.
+    `lease` is there while it runs; its `num_computed_tokens` of the `tokens` have KV. `held` collects the output of a
+    request that is ranked at the end. A beam has computed all its tokens and has `continuations` while it waits for the
+    other beams of its request.
     """
 
     request: Request
@@ -72,6 +76,8 @@ class Sample:
     lease: Lease | None = None
     pending: PendingPrefix | None = None
     finish_reason: FinishReason | None = None
+    held: Completion | None = None
+    continuations: Sequence[TokenLogprob] = ()
 
     @property
     def num_output_tokens(self) -> int:
@@ -80,8 +86,13 @@ class Sample:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV; 1 while decoding. The sample must be running."""
+        """Known tokens without KV; 1 while decoding, 0 for a beam that waits. The sample must be running."""
         return len(self.tokens) - self.running_lease.num_computed_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a beam waits for the others."""
+        return self.lease is not None and self.num_uncomputed == 0
 
     @property
     def running_lease(self) -> Lease:
@@ -98,7 +109,9 @@ class Request:
         max_tokens: most tokens of each sample, the context's end considered.
         leases: wishes, in order of their ends.
         outcomes: what became of the first of them.
-        samples: one until the prompt is computed, then `params.n`.
+        samples: one until the prompt is computed, then `params.num_samples`, or the live beams.
+        beams: the state of a beam search.
+        num_forks: beams made so far.
         tier_use: what it allows of the tiers below the device.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
@@ -114,6 +127,8 @@ class Request:
     leases: tuple[LeaseSpec, ...] = ()
     outcomes: list[LeaseOutcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    beams: BeamState | None = None
+    num_forks: int = 0
     tier_use: TierUse = field(default_factory=TierUse)
     first_lease: Lease | None = None
     explanation: Explanation | None = None
@@ -129,15 +144,21 @@ class Request:
         return all(sample.finish_reason is not None for sample in self.samples)
 
     @property
+    def search(self) -> BeamState:
+        """The state of the beam search that this request is."""
+        assert self.beams is not None, "only a beam search has beams"
+        return self.beams
+
+    @property
     def num_hit_tokens(self) -> int:
         """Prompt tokens found in the cache, or restored, when the request first ran."""
         return 0 if self.first_lease is None else self.first_lease.num_hit_tokens
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
-        return Usage(
-            num_prompt_tokens=self.prompt.size,
-            num_hit_tokens=self.num_hit_tokens,
-            num_output_tokens=sum(sample.num_output_tokens for sample in self.samples),
-        )
+        """Token counts so far: of every sample that was drawn, and of the beams that are returned."""
+        if self.beams is None:
+            num_output_tokens = sum(sample.num_output_tokens for sample in self.samples)
+        else:
+            num_output_tokens = sum(len(ended.beam.tokens) for ended in self.beams.finished[: self.params.n])
+        return Usage(self.prompt.size, self.num_hit_tokens, num_output_tokens)

@@ -68,6 +68,12 @@ class Scheduler:
             self.running.remove(sample)
             self._release(sample)
 
+    def discard(self, sample: Sample) -> None:
+        """Forget a running sample whose text nobody will ask for."""
+        self.running.remove(sample)
+        self._cache.discard(sample.running_lease)
+        sample.lease = None
+
     def _release(self, sample: Sample) -> None:
         self._cache.release(sample.running_lease, sample.tokens.view)
         sample.lease = None
@@ -86,6 +92,9 @@ class Scheduler:
                     self._plan(sample, count, plan)
         if self.num_preempted == preempted:
             self._admit(plan)
+            if not plan and self.running and self.waiting and not self._cache.is_restoring:
+                # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
+                self._preempt(max(self.running, key=self._newest))
         return [
             Rows(sample, sample.running_lease.num_computed_tokens, sample.running_lease.num_computed_tokens + count)
             for sample, count in plan.items()
@@ -97,7 +106,7 @@ class Scheduler:
             try:
                 self._cache.reserve(sample.running_lease, count)
             except OutOfBlocks:
-                victim = max(self.running, key=lambda other: (other.request.priority, *_arrival(other)))
+                victim = max(self.running, key=self._newest)
                 self._preempt(victim)
                 plan.pop(victim, None)
                 if victim is sample:
@@ -105,6 +114,10 @@ class Scheduler:
             else:
                 plan[sample] = count
                 return
+
+    @staticmethod
+    def _newest(sample: Sample) -> tuple[int, int, int]:
+        return sample.request.priority, *_arrival(sample)
 
     def _preempt(self, sample: Sample) -> None:
         self.running.remove(sample)

@@ -135,11 +135,17 @@ class KVCache:
         num_idle = ids.size - int(np.count_nonzero(self._allocator.held(ids)))
         return Hit(match.num_tokens, int(ids.size), num_idle)
 
-    def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """The most blocks that a sequence of `num_tokens` holds at once, with at most `step_tokens` added in a step."""
+    def peak_blocks(self, num_tokens: int, step_tokens: int, num_forks: int = 1, num_shared_tokens: int = 0) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once, with at most `step_tokens` added in a step.
+
+        Or that `num_forks` of such sequences hold together, which have their first `num_shared_tokens` in common.
+        """
         whole = -(-num_tokens // self.block_size)
+        shared = num_shared_tokens // self.block_size
         return sum(
-            whole if window is None else min(whole, -(-(window + step_tokens) // self.block_size) + 1)
+            shared + num_forks * (whole - shared)
+            if window is None
+            else num_forks * min(whole, -(-(window + step_tokens) // self.block_size) + 1)
             for window in self._windows
         )
 
@@ -340,7 +346,8 @@ class KVCache:
     def fork(self, lease: Lease) -> Lease:
         """A second lease on the same blocks; whichever writes to a shared one first gets a copy (in `reserve`)."""
         twin = Lease(lease.scope, [table.fork() for table in lease.tables], lease.prompt)
-        twin.num_hit_tokens = lease.num_hit_tokens
+        twin.tier_use = lease.tier_use
+        twin.num_hit_tokens = lease.num_computed_tokens
         twin.num_computed_tokens = lease.num_computed_tokens
         twin.num_committed_blocks = lease.num_committed_blocks
         for table in twin.tables:
@@ -354,10 +361,26 @@ class KVCache:
         Args:
             tokens: the lease's whole sequence, at least `num_computed_tokens` long.
         """
+        self._end(lease)
+        self._commit(lease, tokens, lease.num_computed_tokens)
+        self._let_go(lease)
+
+    def discard(self, lease: Lease) -> None:
+        """End a lease whose sequence nobody will continue: its partly filled last block is free at once."""
+        self._end(lease)
+        tail = lease.tables[0].ids[lease.num_committed_blocks :][:1].tolist()
+        if lease.owns_tail:
+            self._disown_tail(lease, tail[0])
+        self._let_go(lease)
+        for block in tail:  # it may be another's in the tree, whom this lease was the last to hold
+            self._offer(block)
+
+    def _end(self, lease: Lease) -> None:
         if lease.released:
             raise InvariantError("a lease was released twice")
-        self._commit(lease, tokens, lease.num_computed_tokens)
         lease.released = True
+
+    def _let_go(self, lease: Lease) -> None:
         self._leases.remove(lease)
         self._computing.remove(lease)
         for table in lease.tables:

@@ -133,10 +133,9 @@ class TieredCache(KVCache):
             lease.restore_report = restore.report()
             self.hierarchy.fetcher.end(restore.fetch)
 
-    def release(self, lease: Lease, tokens: TokenArray) -> None:
-        """See KVCache."""
+    def _end(self, lease: Lease) -> None:
         self._end_restore(lease)
-        super().release(lease, tokens)
+        super()._end(lease)
 
     @property
     def is_restoring(self) -> bool:

@@ -101,3 +101,21 @@ async def test_when_the_engine_dies_streams_end_with_an_error(monkeypatch: pytes
             await asyncio.sleep(0.005)
     with pytest.raises(RequestAborted, match="not running"):
         await collect(engine, [1])
+
+
+async def test_a_live_stream_is_forked() -> None:
+    engine, _ = make()
+    await engine.start()
+    live = engine.stream([1, 2, 3], ENDLESS, request_id="live")
+    so_far = [(await anext(live)).deltas[0].token_ids[0] for _ in range(3)]
+    fork = [output async for output in engine.fork("live", GREEDY)]
+    [prompt_tokens] = {output.usage.num_prompt_tokens for output in fork}
+    assert prompt_tokens >= 3 + len(so_far)  # the live one may have run ahead of its reader
+    context = [1, 2, 3, *expected_output([1, 2, 3], prompt_tokens - 3)]
+    assert [output.deltas[0].token_ids[0] for output in fork] == expected_output(context, 6)
+    assert fork[-1].usage.num_hit_tokens == prompt_tokens - 1
+    with pytest.raises(InvalidRequest, match="nobody"):
+        await anext(engine.fork("nobody", GREEDY))
+    await live.aclose()
+    await until_idle(engine)
+    await engine.stop()

@@ -234,11 +234,32 @@ def test_what_would_change_the_answer_is_refused(api: httpx.Client, fields: dict
     check(response, 400, param, param=param, code="unsupported_parameter")
 
 
-@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 2}, {"best_of": 2, "n": 3}, {"best_of": "2"}])
-def test_completion_fields_not_supported(api: httpx.Client, fields: dict[str, Any]) -> None:
+def test_completion_fields_not_supported(api: httpx.Client) -> None:
+    response = api.post("/v1/completions", json={"prompt": "x", "suffix": "x"})
+    check(response, 400, "suffix", param="suffix", code="unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": "2"}, "best_of"),
+        ({"best_of": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, "n"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "top_k": 4}, "top_k"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping"),
+        ({"use_beam_search": True, "best_of": 2000}, "n"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"prompt": ["x"] * 200, "best_of": 8}, "prompt"),
+    ],
+)
+def test_ranking_that_cannot_be_is_refused(api: httpx.Client, fields: dict[str, Any], param: str) -> None:
     response = api.post("/v1/completions", json={"prompt": "x"} | fields)
-    [param] = fields.keys() - {"n"}
-    check(response, 400, param, param=param, code="unsupported_parameter")
+    check(response, 400, param, param=param, code="invalid_value")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,26 @@ async def test_samples_and_logprobs(live: Live) -> None:
         assert choice.finish_reason == "length"
 
 
+async def test_ranked_answers(live: Live) -> None:
+    drawn = await live.client.completions.create(
+        model="tiny", prompt="The tide", n=6, seed=3, max_tokens=6, logprobs=0, extra_body={"ignore_eos": True}
+    )
+    best = max(drawn.choices, key=lambda choice: sum(choice.logprobs.token_logprobs))
+    ranked = await live.client.completions.create(
+        model="tiny", prompt="The tide", n=1, best_of=6, seed=3, max_tokens=6, extra_body={"ignore_eos": True}
+    )
+    assert [choice.text for choice in ranked.choices] == [best.text]
+    assert ranked.usage.completion_tokens == 36
+    search = {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "ignore_eos": True}
+    answer = await live.client.chat.completions.create(
+        model="tiny", messages=QUESTION, n=2, max_tokens=5, logprobs=True, extra_body=search
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    sums = [sum(token.logprob for token in choice.logprobs.content) for choice in answer.choices]
+    assert sums[0] > sums[1]
+    assert answer.usage.completion_tokens == 10
+
+
 async def test_many_users_get_what_one_would(live: Live) -> None:
     async def ask(index: int) -> str:
         answer = await live.client.completions.create(prompt=f"The boats at dawn {index}", **GREEDY)

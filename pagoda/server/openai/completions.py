@@ -25,10 +25,7 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     Raises:
         RequestError: whatever is wrong with it.
     """
-    fields = parse_object(body)
-    if fields.get("best_of") == fields.get("n", 1):
-        fields.pop("best_of", None)
-    request = validate(CompletionRequest, fields)
+    request = validate(CompletionRequest, parse_object(body))
     model = served.resolve(request.model)
     tokenizer = served.engine.tokenizer
     if request.echo and request.logprobs is not None:
@@ -57,8 +54,9 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
 def _tokenize(prompt: Any, tokenizer: Tokenizer, params: SamplingParams) -> list[tuple[Any, list[int]]]:
     """Each prompt as given, and its token ids."""
     prompts = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
-    if not prompts or len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(f"prompt must hold 1 to {MAX_CHOICES} prompts, times n", param="prompt")
+    each = params.beam.width if params.beam else params.num_samples
+    if not prompts or len(prompts) * each > MAX_CHOICES:
+        raise InvalidRequest(f"prompt must hold 1 to {MAX_CHOICES} prompts, times n or best_of", param="prompt")
     pairs: list[tuple[Any, list[int]]] = []
     for one in prompts:
         if isinstance(one, str):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
 
@@ -28,10 +28,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "functions": (),
     "function_call": ("none", "auto"),
-    "best_of": (),  # completions handle it before this table is looked at
     "suffix": (),
-    "use_beam_search": (),
-    "length_penalty": (1.0,),
     "min_tokens": (),
     "bad_words": (),
     "allowed_token_ids": (),
@@ -82,7 +79,12 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # OpenAI's of old.
+    best_of: Int32 | None = None
     # Beyond OpenAI's; the names are vLLM's.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -122,8 +124,11 @@ class GenerationRequest(BaseModel):
             *("min_p", "repetition_penalty", "ignore_eos", "skip_special_tokens"),
         )
         given = {name: value for name in same_names if (value := getattr(self, name)) is not None}
-        return SamplingParams(
+        beam = self._beam_search()
+        params = SamplingParams(
             **given,
+            best_of=self.best_of if beam is None else None,
+            beam=beam,
             max_tokens=max_tokens,
             logprobs=logprobs,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's clients write "off" as -1
@@ -131,6 +136,21 @@ class GenerationRequest(BaseModel):
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
         )
+        if self.stream and params.is_ranked:
+            what = "a beam search" if beam else "best_of above n"
+            raise InvalidRequest(f"{what} cannot stream: only its end tells which samples are returned", param="stream")
+        return params
+
+    def _beam_search(self) -> BeamSearch | None:
+        """The search that `use_beam_search` asks for, with `best_of` or else `n` beams."""
+        if self.use_beam_search:
+            width = self.best_of if self.best_of is not None else self.n
+            penalty = 1.0 if self.length_penalty is None else self.length_penalty
+            return BeamSearch(1 if width is None else width, penalty, self.early_stopping or False)
+        for name, harmless in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
+            if getattr(self, name) not in harmless:
+                raise InvalidRequest(f"{name} is only for use_beam_search=true", param=name)
+        return None
 
 
 class ChatRequest(GenerationRequest):
