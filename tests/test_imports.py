@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": ("model", "kernels:KVView", "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
     "cluster": ("engine", "kv.observe"),
-    "plan": tuple(f"kv.{part}" for part in METADATA),
+    "plan": tuple(f"kv.{part}" for part in ("sizes", *METADATA)),
     "integrations": ("kv",),
 }
 UNRESTRICTED = {"", "cli"}

@@ -1,4 +1,4 @@
-"""The `pagoda` command: serve a model, chat with it, generate from prompts, or look into tiers.
+"""The `pagoda` command: serve a model, chat with it, generate from prompts, size a deployment, or look into tiers.
 
 Commands import the engine only once they run, so that `--help` and mistakes answer at once.
 """
@@ -15,6 +15,7 @@ from rich.markup import escape
 from pagoda import __version__
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
+from pagoda.cli.plan import plan
 from pagoda.cli.serve import serve
 from pagoda.cli.tier import app as tier
 from pagoda.errors import PagodaError
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(generate)
+app.command()(plan)
 app.add_typer(tier)
 
 

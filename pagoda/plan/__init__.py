@@ -1,4 +1,7 @@
-"""Planning: replay request traces through the real tree and its eviction policies, without a model.
+"""Planning: size a deployment by arithmetic, and replay request traces through the real tree, without a model.
+
+    config.json ──shape──> ModelShape ──footprint──> bytes of a token ──capacity──> users, tiers, costs
+                                      └──work──────> seconds of prefill and decode ──┘
 
     trace file ──traces──> TraceRequest, TraceRequest, ...  ──replay──>  hit rate, evictions, waste of a policy
                            (ids of prefix blocks, seconds)  ──belady──>  the most that any policy could hit

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pagoda.cli import app
+from pagoda.cli.plan import load_shape, parse_tokens
+from pagoda.errors import ConfigError, ModelNotFound, PagodaError
+from pagoda.plan.catalog import CATALOG
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_tables() -> None:
+    out = run("llama-3-8b", "--context", "8k", "--shared-prefix", "1k", "--users", "100")
+    assert "32 layers x 2 (K, V) x 8 KV heads x 128 head_dim x 2 bytes  131,072" in out
+    for title in ("Requests at once", "What each way", "Tiers", "Hardware for 100 at once at 8,192 tokens"):
+        assert title in out
+
+
+def test_a_model_that_does_not_fit_is_said_so() -> None:
+    out = run("llama-3-70b", "--hardware", "l4")
+    assert "leave no room" in out
+    assert "none in the table" in run("llama-3-70b", "--hardware", "l4", "--users", "5", "--min-speed", "1e6")
+
+
+def test_json_has_the_figures() -> None:
+    plan = json.loads(run("deepseek-v3", "--devices", "8", "--hardware", "h200", "--context", "32k", "--json"))
+    assert plan["bytes_per_token"] == 8 * 576 * 61 * 2
+    assert plan["weight_format"] == "fp8"
+    assert plan["contexts"][0]["context"] == 32768
+
+
+def test_figures_of_the_hardware_can_be_given() -> None:
+    given = ("--memory", "32GiB", "--bandwidth", "400GB/s", "--tflops", "30", "--host-link", "10GB", "--price", "0.5")
+    hardware = json.loads(run("llama-3-8b", *given, "--json"))["hardware"]
+    assert hardware == {
+        "name": "h100, changed",
+        "memory": 32 * 2**30,
+        "bandwidth": 400e9,
+        "flops": 30e12,
+        "host_link": 10e9,
+        "price": 0.5,
+        "count": 1,
+    }
+
+
+def test_without_a_model_the_known_ones_are_listed() -> None:
+    assert all(name in run("--list") for name in ("gemma-3-27b", "mi300x"))
+
+
+def test_a_folder_a_file_and_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CATALOG["qwen3-8b"]))
+    shape = load_shape("qwen3-8b")
+    assert load_shape(str(tmp_path)).parameters == shape.parameters
+    assert load_shape(str(tmp_path / "config.json")).windows == shape.windows
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(PagodaError, match=r"config\.json"):
+        load_shape(str(tmp_path))
+    with pytest.raises(ModelNotFound, match="built-in"):
+        load_shape("no such model")
+
+
+@pytest.mark.parametrize(("text", "count"), [("8192", 8192), ("8k", 8192), ("1M", 1048576), ("10,000", 10_000)])
+def test_tokens(text: str, count: int) -> None:
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "8kb", "-1", "1.5k"])
+def test_no_tokens(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_tokens(text)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys; from pagoda.cli.plan import load_shape; import pagoda.cli.plan_tables, pagoda.plan.report; "
+    code += "load_shape('llama-3-8b'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
