@@ -2,7 +2,7 @@
 
                  cli, pagoda/__init__ ──> anything
     cluster ──> engine, kv.observe           integrations ──> kv
-    server  ──> engine, kv.keys (Scope)      plan ──> kv
+    server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (KVView), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
     kv, kernels ──> errors, which everyone may import
@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": ("model", "kernels:KVView", "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
     "cluster": ("engine", "kv.observe"),
-    "plan": tuple(f"kv.{part}" for part in ("sizes", *METADATA)),
+    "plan": ("cluster.routing", *(f"kv.{part}" for part in ("sizes", *METADATA))),
     "integrations": ("kv",),
 }
 UNRESTRICTED = {"", "cli"}

@@ -75,7 +75,8 @@ class Report:
 class Replay:
     """A cache of `capacity` blocks under a policy, fed with requests in the order of their arrival.
 
-    `report` may be replaced by a fresh one between requests, to count only what follows.
+    `report` may be replaced by a fresh one between requests, to count only what follows. A subclass that adds what is
+    below or around the cache overrides the four methods at the end.
     """
 
     def __init__(self, capacity: int, policy: EvictionPolicy, service: Service | None = None) -> None:
@@ -93,9 +94,18 @@ class Replay:
         """Serve requests and let the last of them end."""
         for request in requests:
             self.serve(request)
+        self.finish()
+        return self.report
+
+    def finish(self) -> None:
+        """Let every running request end."""
         while self._running:
             self._finish_next()
-        return self.report
+
+    @property
+    def num_blocks(self) -> int:
+        """The capacity."""
+        return self._allocator.num_blocks
 
     def serve(self, request: TraceRequest) -> None:
         """Serve one request.
@@ -117,11 +127,11 @@ class Replay:
         self._allocator.retain(hits)
         self._used[hits] = True
         self.report.count(request, hits.size)
+        duration = self._serve(request, hits.size)
         held = np.concatenate([hits, self._compute(prompt, hits)])
-        num_computed = request.num_prompt_tokens - min(hits.size * request.block_tokens, request.num_prompt_tokens)
-        duration = self._service.duration(num_computed, request.num_output_tokens)
         heapq.heappush(self._running, (self._now + duration, self.report.num_requests, held))
         self.report.seconds_waited += self._now - request.time
+        self._on_served(self._now - request.time)
         if not duration:
             self._finish_next()
 
@@ -139,11 +149,13 @@ class Replay:
             self._allocator.leave_tree(evicted)
             self.report.num_evicted_blocks += evicted.size
             self.report.num_wasted_blocks += evicted.size - int(np.count_nonzero(self._used[evicted]))
+            self._on_evicted(evicted)
         computed = self._allocator.allocate(missing)
         self._used[computed] = False
         after = int(hits[-1]) if hits.size else None
         self._tree.insert(self._scope, after, prompt[hits.size :], computed[None])
         self._allocator.enter_tree(computed)
+        self._on_computed(computed, prompt[hits.size :])
         return computed
 
     def _finish_next(self) -> None:
@@ -151,3 +163,17 @@ class Replay:
         self._allocator.release(held)
         if held.size:
             self._tree.offer(int(held[-1]))
+
+    def _serve(self, request: TraceRequest, num_hits: int) -> float:
+        """Seconds for which a request holds its blocks, of which the first `num_hits` were hits."""
+        num_computed = request.num_prompt_tokens - min(num_hits * request.block_tokens, request.num_prompt_tokens)
+        return self._service.duration(num_computed, request.num_output_tokens)
+
+    def _on_served(self, waited_s: float) -> None:
+        """The request just served had waited so long for memory."""
+
+    def _on_computed(self, ids: BlockIds, blocks: TokenArray) -> None:
+        """These blocks of the trace are in these blocks of the cache now."""
+
+    def _on_evicted(self, ids: BlockIds) -> None:
+        """These blocks of the cache are about to be used again."""

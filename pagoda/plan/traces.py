@@ -1,7 +1,8 @@
 """Readers of request traces: each yields TraceRequests in the order of the file and keeps one request in memory.
 
 Block ids are prefix ids: two requests have equal ids in the same places exactly as far as their tokens are equal.
-A reader raises ConfigError with the file and the line for what it cannot read.
+A reader raises ConfigError with the file and the line for what it cannot read, and calls `advance` with the bytes of
+each line that it took.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ import numpy.typing as npt
 
 from pagoda.errors import ConfigError
 
+Advance = Callable[[int], object]
+Reader = Callable[[Path, Advance], Iterator["TraceRequest"]]
+
 TEXT_BYTES_PER_TOKEN = 4
 TEXT_BLOCK_TOKENS = 16
+
+
+def no_advance(num_bytes: int) -> None:
+    """Shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +52,17 @@ class TraceRequest:
     num_output_tokens: int
 
 
-def read_mooncake(path: str | Path) -> Iterator[TraceRequest]:
+def read_mooncake(path: str | Path, advance: Advance = no_advance) -> Iterator[TraceRequest]:
     """Requests of a Mooncake trace (Qin et al., FAST 2025): JSON lines, milliseconds, 512 tokens in a block."""
-    return _read_lines(path, lambda row: _hashed(row, seconds=1e-3, block_tokens=512))
+    return read_lines(path, lambda row: _hashed(row, seconds=1e-3, block_tokens=512), advance)
 
 
-def read_bailian(path: str | Path) -> Iterator[TraceRequest]:
+def read_bailian(path: str | Path, advance: Advance = no_advance) -> Iterator[TraceRequest]:
     """Requests of a Qwen-Bailian usage trace (Wang et al., ATC 2025): JSON lines, seconds, 16 tokens in a block."""
-    return _read_lines(path, lambda row: _hashed(row, seconds=1.0, block_tokens=16))
+    return read_lines(path, lambda row: _hashed(row, seconds=1.0, block_tokens=16), advance)
 
 
-def read_session(path: str | Path) -> Iterator[TraceRequest]:
+def read_session(path: str | Path, advance: Advance = no_advance) -> Iterator[TraceRequest]:
     """Requests of a session recorded with full text: JSON lines with `timestamp` in microseconds, `input` and `output`.
 
     Four bytes of UTF-8 count as a token, which is near what tokenizers make of English and of code, and needs no model.
@@ -71,10 +79,10 @@ def read_session(path: str | Path) -> Iterator[TraceRequest]:
         num_prompt = -(-len(text) // TEXT_BYTES_PER_TOKEN)
         return TraceRequest(now - start[0], chain(text), TEXT_BLOCK_TOKENS, num_prompt, num_output)
 
-    return _read_lines(path, request)
+    return read_lines(path, request, advance)
 
 
-def read_lengths(path: str | Path) -> Iterator[TraceRequest]:
+def read_lengths(path: str | Path, advance: Advance = no_advance) -> Iterator[TraceRequest]:
     """Requests of an Azure LLM inference trace (Patel et al., ISCA 2024): a CSV of arrival times and lengths.
 
     It does not say which prompts share a prefix, so no block is ever seen twice.
@@ -82,7 +90,7 @@ def read_lengths(path: str | Path) -> Iterator[TraceRequest]:
     first: datetime | None = None
     next_id = 0
     with Path(path).open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
+        rows = csv.DictReader(_counted(file, advance))
         for row in rows:
             try:
                 now = datetime.fromisoformat(row["TIMESTAMP"][:26])
@@ -141,15 +149,27 @@ def _string(row: dict[str, Any], name: str) -> str:
     return value
 
 
-def _read_lines(path: str | Path, request: Callable[[dict[str, Any]], TraceRequest]) -> Iterator[TraceRequest]:
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.isspace():
+def read_lines(
+    path: str | Path, request: Callable[[dict[str, Any]], TraceRequest | None], advance: Advance
+) -> Iterator[TraceRequest]:
+    """What `request` makes of each JSON object of a file, a line each; None is skipped, as blank lines are."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            advance(len(line))
+            if not line.strip():
                 continue
             try:
-                yield request(json.loads(line))
+                made = request(json.loads(line))
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise _unreadable(path, number, error) from error
+            if made is not None:
+                yield made
+
+
+def _counted(lines: Iterable[str], advance: Advance) -> Iterator[str]:
+    for line in lines:
+        advance(len(line))
+        yield line
 
 
 def _unreadable(path: str | Path, line: int, error: Exception) -> ConfigError:
