@@ -1,4 +1,4 @@
-"""The `pagoda` command: serve a model, chat with it, generate from prompts, size a deployment, or look into tiers.
+"""The `pagoda` command: serve a model, chat with it, plan a deployment, replay traces, look into tiers, and more.
 
 Commands import the engine only once they run, so that `--help` and mistakes answer at once.
 """
@@ -16,6 +16,7 @@ from pagoda import __version__
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
 from pagoda.cli.plan import plan
+from pagoda.cli.replay import replay
 from pagoda.cli.serve import serve
 from pagoda.cli.tier import app as tier
 from pagoda.errors import PagodaError
@@ -32,6 +33,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(generate)
 app.command()(plan)
+app.command()(replay)
 app.add_typer(tier)
 
 

@@ -54,31 +54,42 @@ def _gemma3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: i
 
 
 def _gpt_oss(layers: int, experts: int) -> Config:
-    return _dense(
-        *("gpt_oss", 2880, 2880, layers, 64, 8, 201088, 131072),
-        head_dim=64,
-        attention_bias=True,
-        num_local_experts=experts,
-        num_experts_per_tok=4,
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
-        quantization_config={"quant_method": "mxfp4"},
-    )
+    more: Config = {
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    return _dense("gpt_oss", 2880, 2880, layers, 64, 8, 201088, 131072, **more)
 
 
-_TIED = {"tie_word_embeddings": True}
-_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_DEEPSEEK_V3 = _dense(
-    *("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
-    **_MLA,
-    q_lora_rank=1536,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    moe_intermediate_size=2048,
-    first_k_dense_replace=3,
-    quantization_config={"quant_method": "fp8"},
-)
+def _deepseek(
+    hidden: int, intermediate: int, layers: int, heads: int, experts: tuple[int, int, int], width: int, **more: Any
+) -> Config:
+    """`experts`: routed, shared, and how many of the routed a token uses; `width`: of each."""
+    routed, shared, active = experts
+    mine: Config = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": routed,
+        "n_shared_experts": shared,
+        "num_experts_per_tok": active,
+        "moe_intermediate_size": width,
+        "first_k_dense_replace": 1,
+        **more,
+    }
+    kind, vocab = ("deepseek_v3", 129280) if routed == 256 else ("deepseek_v2", 102400)
+    return _dense(kind, hidden, intermediate, layers, heads, heads, vocab, 163840, **mine)
+
+
+_TIED: Config = {"tie_word_embeddings": True}
+_V3: Config = {"q_lora_rank": 1536, "first_k_dense_replace": 3, "quantization_config": {"quant_method": "fp8"}}
+_DEEPSEEK_V3 = _deepseek(7168, 18432, 61, 128, (256, 1, 8), 2048, **_V3)
 
 CATALOG: Mapping[str, Config] = {
     "llama-2-7b": _dense("llama", 4096, 11008, 32, 32, 32, 32000, 4096),
@@ -127,25 +138,8 @@ CATALOG: Mapping[str, Config] = {
     "phi-3-medium-4k": _dense("phi3", 5120, 17920, 40, 40, 10, 32064, 4096, sliding_window=2047),
     "phi-4": _dense("phi3", 5120, 17920, 40, 40, 10, 100352, 16384),
     "phi-4-mini": _dense("phi3", 3072, 8192, 32, 24, 8, 200064, 131072, **_TIED),
-    "deepseek-v2-lite": _dense(
-        *("deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840),
-        **_MLA,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1408,
-        first_k_dense_replace=1,
-    ),
-    "deepseek-v2": _dense(
-        *("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, 163840),
-        **_MLA,
-        q_lora_rank=1536,
-        n_routed_experts=160,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1536,
-        first_k_dense_replace=1,
-    ),
+    "deepseek-v2-lite": _deepseek(2048, 10944, 27, 16, (64, 2, 6), 1408),
+    "deepseek-v2": _deepseek(5120, 12288, 60, 128, (160, 2, 6), 1536, q_lora_rank=1536),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-r1": _DEEPSEEK_V3,
     "gpt-oss-20b": _gpt_oss(24, 32),
