@@ -211,7 +211,8 @@ class EngineCore:
         """Compute one step and return what is new."""
         started = time.perf_counter()
         self.cache.retention.expire()
-        before = self._scheduler.num_preempted, self.cache.stats.num_evicted_blocks
+        scheduler, cache = self._scheduler, self.cache
+        before = scheduler.num_preempted, cache.stats.num_evicted_blocks, scheduler.num_resumed_tokens
         self.cache.poll()
         plan = self._scheduler.schedule()
         if not plan:
@@ -233,11 +234,12 @@ class EngineCore:
             num_decode_tokens=num_decode,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_preempted=self._scheduler.num_preempted - before[0],
+            num_preempted=scheduler.num_preempted - before[0],
             num_blocks=self.cache.num_blocks,
             num_held_blocks=self.cache.num_held_blocks,
             num_cached_blocks=self.cache.num_cached_blocks,
-            num_evicted_blocks=self.cache.stats.num_evicted_blocks - before[1],
+            num_evicted_blocks=cache.stats.num_evicted_blocks - before[1],
+            num_resumed_tokens=scheduler.num_resumed_tokens - before[2],
         )
         for observer in self.observers:
             observer.on_step(stats)

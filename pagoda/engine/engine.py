@@ -83,6 +83,7 @@ class Engine:
         lease_share: most of the pool that leases on prefixes may hold.
         eviction: what goes first when the pool is full; a name that `pagoda.kv.eviction.make_policy` knows.
         tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
+        tier_after_hits: tiers that outlive the process get a block when it was hit so often; 0: as soon as it is full.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         progress: show bars for slow steps, on a terminal.
@@ -106,6 +107,7 @@ class Engine:
         lease_share: float = 0.5,
         eviction: str = "reuse",
         tiers: Sequence[str] = (),
+        tier_after_hits: int = 0,
         secret: str | None = None,
         tier_key: str | None = None,
         progress: bool = True,
@@ -128,7 +130,7 @@ class Engine:
                 f"takes {format_size(layout.block_stride)}"
             )
         pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
-        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, secret, tier_key)
+        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key)
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(
@@ -260,10 +262,13 @@ def _cache(
     loaded: LoadedModel,
     policy: EvictionPolicy,
     tiers: Sequence[str],
+    after_hits: int,
     secret: str | None,
     tier_key: str | None,
 ) -> KVCache:
     """The cache, with tiers below the pool if there are any."""
+    if after_hits < 0:
+        raise ConfigError(f"tier_after_hits must be 0 or more, got {after_hits}")
     if not tiers:
         return KVCache(layout, pool, policy)
     identity = {
@@ -279,7 +284,7 @@ def _cache(
         (open_tier(spec, key=None if spec.kind == "dram" else key), policy)
         for spec, policy in zip(specs, policies, strict=True)
     ]
-    hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups))
+    hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
     keys = KeyChain(layout.fingerprint(identity), hashlib.sha256((secret or "").encode()).digest())
     return TieredCache(layout, pool, hierarchy, keys, policy)
 

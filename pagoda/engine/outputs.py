@@ -116,6 +116,7 @@ class StepStats:
     num_held_blocks: int
     num_cached_blocks: int
     num_evicted_blocks: int
+    num_resumed_tokens: int = 0  # of preempted samples, restored from tiers instead of computed again
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class Sample:
     text: OutputText
     lease: Lease | None = None
     pending: PendingPrefix | None = None
+    was_preempted: bool = False
     finish_reason: FinishReason | None = None
     held: Completion | None = None
     continuations: Sequence[TokenLogprob] = ()

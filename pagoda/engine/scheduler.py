@@ -50,6 +50,7 @@ class Scheduler:
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.num_preempted = 0
+        self.num_resumed_tokens = 0  # of preempted samples, restored from tiers instead of computed again
         self.prefill_s_per_token = _FIRST_GUESS_S_PER_TOKEN
 
     def add(self, sample: Sample) -> None:
@@ -75,7 +76,10 @@ class Scheduler:
         sample.lease = None
 
     def _release(self, sample: Sample) -> None:
-        self._cache.release(sample.running_lease, sample.tokens.view)
+        lease = sample.running_lease
+        self._cache.release(lease, sample.tokens.view)
+        if sample.was_preempted and lease.restore_report is not None:
+            self.num_resumed_tokens += lease.restore_report.num_restored_blocks * self._cache.block_size
         sample.lease = None
 
     def schedule(self) -> list[Rows]:
@@ -122,6 +126,7 @@ class Scheduler:
     def _preempt(self, sample: Sample) -> None:
         self.running.remove(sample)
         self._release(sample)
+        sample.was_preempted = True
         self.add(sample)
         self.num_preempted += 1
 

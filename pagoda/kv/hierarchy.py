@@ -20,6 +20,7 @@ from enum import StrEnum
 
 from pagoda.errors import TierUnavailable
 from pagoda.kv.fetch import Fetcher
+from pagoda.kv.frequency import FrequencySketch
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.transfer import ByteRows, Lane, TierReport
@@ -45,6 +46,7 @@ class Hierarchy:
         block_bytes: payload of a record.
         num_groups: records per block position.
         timeout_s: a call to a tier that takes longer counts as a failure.
+        after_hits: tiers that are written through get a block when it was used again so often, not when it is computed.
     """
 
     def __init__(
@@ -54,9 +56,12 @@ class Hierarchy:
         block_bytes: int,
         num_groups: int,
         timeout_s: float = 10.0,
+        after_hits: int = 0,
     ) -> None:
         self.arrived = threading.Event()
         self._block_bytes = block_bytes
+        self._after_hits = after_hits
+        self._uses = FrequencySketch()
         names = _distinct(tier.name for tier, _ in tiers)
         self.lanes = [Lane(tier, name=name, timeout_s=timeout_s) for (tier, _), name in zip(tiers, names, strict=True)]
         self._writers: dict[WritePolicy, list[_Writer]] = {policy: [] for policy in WritePolicy}
@@ -75,22 +80,50 @@ class Hierarchy:
 
     # -- down --------------------------------------------------------------------------------------------------------
 
-    def room(self, policy: WritePolicy, num_records: int) -> int:
-        """How many of so many records a tier written by this policy has queue for; none if there is no such tier."""
-        writers = self._writers[policy]
+    @property
+    def is_selective(self) -> bool:
+        """Whether uses of blocks decide what is written."""
+        return self._after_hits > 0
+
+    def used(self, ids: Sequence[RecordId]) -> list[RecordId]:
+        """Count a use of records; returns those that a selective tier now takes and did not before."""
+        if not self._after_hits or not ids:
+            return []
+        counts = self._uses.add([record.key for record in ids])
+        return [record for record, count in zip(ids, counts.tolist(), strict=True) if count == self._after_hits + 1]
+
+    def room(self, policy: WritePolicy, num_records: int, above: Lane | None = None) -> int:
+        """How many of so many records a tier written by this policy has queue for."""
+        writers = self._writers_of(policy, above)
         most = max((writer.num_free_bytes // self._block_bytes for writer in writers), default=0)
         room = min(num_records, most)
         for writer in writers:
             writer.lane.tally.add("skipped", num_records - room)
         return room
 
-    def write(self, policy: WritePolicy, ids: Sequence[RecordId], payloads: ByteRows) -> None:
+    def write(
+        self, policy: WritePolicy, ids: Sequence[RecordId], payloads: ByteRows, above: Lane | None = None
+    ) -> None:
         """Queue records for the tiers written by this policy. The payloads are kept.
 
         A tier whose queue is full is skipped, and counts that: it is slower than the engine, or out.
+
+        Args:
+            above: where the records come from: only faster tiers than that get them. None: all.
         """
-        for writer in self._writers[policy]:
+        for writer in self._writers_of(policy, above):
             writer.offer(ids, payloads)
+
+    def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[_Writer]:
+        lanes = self.lanes if above is None else self.lanes[: self.lanes.index(above)]
+        return [writer for writer in self._writers[policy] if writer.lane in lanes]
+
+    def is_wanted(self, policy: WritePolicy, ids: Sequence[RecordId]) -> list[bool]:
+        """Which records were used often enough to be written by this policy."""
+        if policy is WritePolicy.BACK or not self._after_hits or not ids:
+            return [True] * len(ids)
+        counts: list[int] = self._uses.count([record.key for record in ids]).tolist()
+        return [count > self._after_hits for count in counts]
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all queued records are written or their tiers are out; false if time ran out or some are left."""

@@ -21,7 +21,7 @@ from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, KVCache
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import KeyChain
+from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
@@ -66,6 +66,7 @@ class TieredCache(KVCache):
         self._keys = keys
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
         self._restores: dict[Lease, Restore] = {}
+        self._private: set[int] = set()  # blocks that may not be written to tiers
         self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
 
     def restore(self, lease: Lease, seconds_per_token: float) -> None:
@@ -158,22 +159,37 @@ class TieredCache(KVCache):
             for group in np.flatnonzero(entered[:, index]):
                 new.append((int(blocks[group, index]), RecordId(key, int(group))))
         self._record_of.update(new)
-        if self._source is None:
-            self._write(WritePolicy.THROUGH, new)
+        self.hierarchy.used([record for _, record in new])
+        if not lease.tier_use.store and self._source is None:
+            self._private.update(block for block, _ in new)
+        else:
+            self._write(WritePolicy.THROUGH, new, self._source)
+
+    def acquire(self, tokens: TokenArray, scope: Scope) -> Lease:
+        """See KVCache. Blocks that were hit often enough for a selective tier are written now."""
+        lease = super().acquire(tokens, scope)
+        if self.hierarchy.is_selective:
+            hit = [block for table in lease.tables for block in table.held.tolist() if block in self._record_of]
+            due = set(self.hierarchy.used([self._record_of[block] for block in hit]))
+            self._write(WritePolicy.THROUGH, [(b, r) for b in hit if (r := self._record_of[b]) in due])
+        return lease
 
     def _on_evict(self, ids: BlockIds) -> None:
         named = [(block, record) for block in ids.tolist() if (record := self._record_of.pop(block, None)) is not None]
         self._write(WritePolicy.BACK, named)
+        self._private.difference_update(ids.tolist())
 
-    def _write(self, policy: WritePolicy, named: Sequence[tuple[int, RecordId]]) -> None:
-        """Copy blocks out of the pool, as many as there is room for, and queue them for the tiers of a policy."""
-        named = named[: self.hierarchy.room(policy, len(named))]
+    def _write(self, policy: WritePolicy, named: Sequence[tuple[int, RecordId]], above: Lane | None = None) -> None:
+        """Copy blocks out of the pool, as many as are wanted and there is room for, and queue them for tiers."""
+        wanted = self.hierarchy.is_wanted(policy, [record for _, record in named])
+        named = [one for one, fine in zip(named, wanted, strict=True) if fine and one[0] not in self._private]
+        named = named[: self.hierarchy.room(policy, len(named), above)]
         if not named:
             return
         payloads: ByteRows = np.empty((len(named), self.layout.block_bytes), dtype=np.uint8)
         for payload, (block, _) in zip(payloads, named, strict=True):
             self._io.export_block(block, payload)
-        self.hierarchy.write(policy, [record for _, record in named], payloads)
+        self.hierarchy.write(policy, [record for _, record in named], payloads, above)
 
     def close(self) -> None:
         """Write what is queued and close the tiers."""

@@ -117,11 +117,14 @@ def make_core(
     windows: tuple[int | None, ...] = (None,),
     max_model_len: int = 512,
     tiers: Sequence[tuple[Tier, WritePolicy]] = (),
+    after_hits: int = 0,
     **config: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     cache, pool = make(num_blocks, block_size, windows)
     if tiers:
-        hierarchy = Hierarchy(tiers, block_bytes=cache.layout.block_bytes, num_groups=len(windows))
+        hierarchy = Hierarchy(
+            tiers, block_bytes=cache.layout.block_bytes, num_groups=len(windows), after_hits=after_hits
+        )
         cache = TieredCache(cache.layout, pool, hierarchy, KeyChain(cache.layout.fingerprint({"weights": "fake"})))
     runner = FakeRunner(pool, windows)
     settings = {"block_size": block_size, "max_num_seqs": 16, "token_budget": 32} | config

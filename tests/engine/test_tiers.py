@@ -11,6 +11,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.params import SamplingParams
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
+from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core, random_load, run
@@ -227,3 +228,72 @@ def test_closing_the_engine_waits_for_no_hung_tier(monkeypatch: pytest.MonkeyPat
     core.cache.close()
     assert time.perf_counter() - started < 2
     faults.running.set()
+
+
+def num_stored(tier: MemoryTier) -> int:
+    return tier.usage().num_records
+
+
+def test_preempted_requests_continue_from_memory() -> None:
+    tier = MemoryTier(1 << 20)
+    core, runner = make_core(num_blocks=24, tiers=[(tier, BACK)])
+    core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    prompts = {f"r{seed}": prompt(seed, 20) for seed in range(3)}
+    for name, tokens in prompts.items():
+        core.add(name, tokens, greedy(50))
+    done = run(core, limit=100_000)
+    for name, tokens in prompts.items():
+        assert done[name][0].token_ids == expected_output(tokens, 50)
+    assert core._scheduler.num_preempted > 0
+    resumed = core._scheduler.num_resumed_tokens
+    assert resumed > 0
+    assert runner.num_computed < 3 * 70 + core._scheduler.num_preempted * 70 - resumed
+    assert core.cache.num_held_blocks == 0
+
+
+def test_what_one_tier_gives_enters_the_faster_ones() -> None:
+    near, far = MemoryTier(1 << 20), MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(far, THROUGH)])
+    ask(core, prompt(1))
+    flushed(core)
+    written = num_stored(far)
+    again, _ = make_core(tiers=[(near, THROUGH), (far, THROUGH)])
+    assert ask(again, prompt(1)) == 56
+    flushed(again)
+    assert num_stored(near) == 14 + 2  # what was restored, and what was computed after it
+    assert num_stored(far) == written
+    assert flushed(again).hierarchy.reports()[1].num_stored == 0
+
+
+def test_a_selective_tier_gets_what_was_used_again() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(tier, THROUGH)], after_hits=2)
+    for number, expected in enumerate([0, 0, 14, 14]):
+        assert ask(core, prompt(1), f"r{number}") == (59 if number else 0)
+        flushed(core)
+        assert num_stored(tier) == expected
+    ask(core, prompt(2))
+    core.cache.clear()
+    ask(core, prompt(2))
+    flushed(core)
+    assert num_stored(tier) == 14  # computed twice is used once again
+    core.cache.clear()
+    ask(core, prompt(2))
+    flushed(core)
+    assert num_stored(tier) == 14 + 16
+
+
+@pytest.mark.parametrize("policy", [THROUGH, BACK])
+def test_a_request_may_keep_its_blocks_out_of_the_tiers(policy: WritePolicy) -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(tiers=[(tier, policy)])
+    core.add("private", prompt(1), greedy(5), tier_use=TierUse(store=False))
+    run(core)
+    assert ask(core, prompt(1), "public") == 59  # still shared on the device
+    core.cache.clear()
+    flushed(core)
+    assert num_stored(tier) == 0
+    ask(core, prompt(1))
+    core.cache.clear()
+    flushed(core)
+    assert num_stored(tier) == 16
