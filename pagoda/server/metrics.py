@@ -37,7 +37,7 @@ class Metrics:
         self._query_tokens = counter("prefix_query_tokens", "Prompt tokens looked up in the prefix cache")
         self._hit_tokens = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache")
         self._preemptions = counter("preemptions", "Requests put back in the queue for want of blocks")
-        self._resumed = counter("resumed_tokens", "Tokens of preempted requests restored from tiers, not computed again")
+        self._resumed = counter("resumed_tokens", "Tokens of preempted requests restored, not computed again")
         self._evicted = counter("evicted_blocks", "Cached blocks given up to make room")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = counter("generation_tokens", "Output tokens of finished requests")
