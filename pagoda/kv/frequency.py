@@ -34,7 +34,7 @@ class FrequencySketch:
         for row, at in zip(self._counts, places, strict=True):
             at = np.unique(at)
             row[at] += row[at] < _MOST
-        counts = self._counts[np.arange(_ROWS)[:, None], places].min(axis=0, initial=_MOST)
+        counts = self._least(places)
         self._num_added += len(keys)
         if self._num_added >= self._halve_after:
             self._counts >>= 1
@@ -43,7 +43,11 @@ class FrequencySketch:
 
     def count(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """About how often each was used. Mutates nothing."""
-        return self._counts[np.arange(_ROWS)[:, None], self._places(keys)].min(axis=0, initial=_MOST)
+        return self._least(self._places(keys))
+
+    def _least(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
+        counts: npt.NDArray[np.uint8] = self._counts[np.arange(_ROWS)[:, None], places].min(axis=0, initial=_MOST)
+        return counts
 
     def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.intp]:
         """`[rows, keys]`: four 16-bit pieces of each key."""
