@@ -208,9 +208,9 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self._core.has_work:
-                    self._publish(self._core.step())
-                self._stats = self._snapshot()
+                outputs = self._core.step() if self._core.has_work else []
+                self._stats = self._snapshot()  # first, so that whoever has an output sees the state it came from
+                self._publish(outputs)
         except BaseException:
             logger.exception("the engine stopped after an error")
             raise

@@ -15,6 +15,7 @@ from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys
 from pagoda.server.backend import Backend
+from pagoda.server.caches import cache_router
 from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.explain import explain_router
 from pagoda.server.metrics import Metrics
@@ -92,10 +93,14 @@ def create_app(
     app.state.lifecycle = lifecycle
     install_handlers(app)
     served = Served(engine, tuple(served_model_names) or (engine.model_name,))
-    routers = openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes), explain_router(engine)
-    for router in routers:
+    for router in (
+        openai_router(served, max_body_bytes),
+        anthropic_router(served, max_body_bytes),
+        cache_router(served, max_body_bytes),
+        explain_router(engine),
+        lease_router(engine, admin_key),
+    ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
-    app.include_router(lease_router(engine, admin_key), prefix="/v1", dependencies=[Depends(admit)])
     if admin_key is not None:
         app.include_router(admin_router(engine, admin_key, max_body_bytes), prefix="/v1")
     app.include_router(_operations_router(engine, metrics))

@@ -16,6 +16,7 @@ from pagoda.engine.params import LeaseSpec
 from pagoda.errors import InvalidRequest
 from pagoda.server.anthropic.conversation import Conversation
 from pagoda.server.backend import Tokenizer
+from pagoda.server.prefix import common_length
 
 MAX_BREAKPOINTS = 4
 TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -79,8 +80,7 @@ def _ttl(control: Any, where: str) -> str:
 def prefix_length(point: Breakpoint, prompt: Sequence[int], tokenizer: Tokenizer) -> int:
     """Tokens of the prompt up to a breakpoint."""
     cut = tokenizer.encode(point.cut.render(tokenizer, add_generation_prompt=False), add_special_tokens=False)
-    pairs = zip(prompt, cut, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(cut)))
+    return common_length(prompt, cut)
 
 
 def place_leases(points: Sequence[Breakpoint], prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[LeaseSpec, ...]:

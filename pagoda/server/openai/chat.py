@@ -9,6 +9,7 @@ from pagoda.engine.outputs import Completion, Delta, TokenLogprob
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import ChatRequest, validate
 
@@ -31,8 +32,9 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    messages = normalize_messages(request.messages)
-    tools = request.tools if request.tools and request.tool_choice != "none" else None
+    start = start_of(served, namespace, request, request.tools)
+    tools = start.tools if start.tools and request.tool_choice != "none" else None
+    messages = [*start.messages, *normalize_messages(request.messages)]
     # The template writes the special tokens itself.
     prompt = tokenizer.encode(tokenizer.render_chat(messages, tools), add_special_tokens=False)
     job = Job(
@@ -40,7 +42,7 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         model=model,
         prompts=[prompt],
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
+        scope=Scope(namespace, start.cache_salt),
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,

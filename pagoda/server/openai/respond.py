@@ -28,6 +28,7 @@ from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
 from pagoda.server.explain import explain_report, wants_explanation
 from pagoda.server.leases import lease_report
+from pagoda.server.named_caches import NamedCaches
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
@@ -35,10 +36,11 @@ LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON ca
 
 @dataclass(frozen=True)
 class Served:
-    """The engine and the names that clients may call its model by."""
+    """The engine, the names that clients may call its model by, and the caches that they named."""
 
     engine: Backend
     model_names: tuple[str, ...]
+    caches: NamedCaches = field(default_factory=NamedCaches)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def resolve(self, name: str | None) -> str:

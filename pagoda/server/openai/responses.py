@@ -22,6 +22,7 @@ from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache, wants_explanation
+from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
@@ -80,9 +81,12 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         raise InvalidRequest("n must be 1", param="n")
     new = _messages(request.input)
     messages = (*_earlier(store, namespace, request.previous_response_id), *new)
+    start = start_of(served, namespace, request, [_tool(tool) for tool in request.tools or ()])
+    if request.cached_content is not None and request.instructions:
+        raise InvalidRequest("instructions are part of the cached content: leave them out", param="instructions")
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    tools = [_tool(tool) for tool in request.tools or ()] if fields.get("tool_choice") != "none" else []
-    text = tokenizer.render_chat([*system, *messages], tools or None)
+    tools = start.tools if start.tools and fields.get("tool_choice") != "none" else None
+    text = tokenizer.render_chat([*system, *start.messages, *messages], tools)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     return ResponseJob(
         id=new_id("resp"),
@@ -92,7 +96,7 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         num_new=len(new),
         prompt=prompt,
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
+        scope=Scope(namespace, start.cache_salt),
         leases=request.leases(len(prompt)),
     )
 

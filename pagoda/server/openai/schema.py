@@ -93,6 +93,7 @@ class GenerationRequest(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
+    cached_content: str | None = None
     # The key is OpenAI's hint for routing; with one replica there is nothing to route, and the cache needs no hint.
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
