@@ -156,7 +156,7 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
 
     async def compute() -> RequestOutput:
-        stream = engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish])
+        stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish])
         output = [output async for output in stream][-1]
         if not output.leases:
             raise RequestAborted("The request was aborted: the server is shutting down.")

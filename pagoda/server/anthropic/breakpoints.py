@@ -16,6 +16,7 @@ from pagoda.engine.params import LeaseSpec
 from pagoda.errors import InvalidRequest
 from pagoda.server.anthropic.conversation import Conversation
 from pagoda.server.backend import Tokenizer
+from pagoda.server.ledger import written
 from pagoda.server.prefix import common_length
 
 MAX_BREAKPOINTS = 4
@@ -91,16 +92,11 @@ def place_leases(points: Sequence[Breakpoint], prompt: Sequence[int], tokenizer:
 
 def input_usage(usage: Usage, outcomes: Sequence[LeaseOutcome]) -> dict[str, Any]:
     """Anthropic's usage of a prompt: read (hit), created (newly under a lease) and other tokens, which add up to it."""
-    created = dict.fromkeys(TTL_S, 0)
-    covered = usage.num_hit_tokens
-    for outcome in outcomes:
-        ttl = next(name for name, seconds in TTL_S.items() if seconds == outcome.spec.ttl_s)
-        created[ttl] += max(0, outcome.num_tokens - covered)
-        covered = max(covered, outcome.num_tokens)
-    total = sum(created.values())
+    by_ttl = written(usage, outcomes)
+    total = sum(by_ttl.values())
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_hit_tokens - total,
         "cache_creation_input_tokens": total,
         "cache_read_input_tokens": usage.num_hit_tokens,
-        "cache_creation": {f"ephemeral_{ttl}_input_tokens": tokens for ttl, tokens in created.items()},
+        "cache_creation": {f"ephemeral_{name}_input_tokens": by_ttl.get(seconds, 0) for name, seconds in TTL_S.items()},
     }

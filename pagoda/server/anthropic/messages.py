@@ -101,7 +101,8 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     """
     outputs = merge(
         [
-            served.engine.stream(
+            served.stream(
+                request,
                 job.prompt,
                 job.params,
                 request_id=job.id,

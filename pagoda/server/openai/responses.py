@@ -22,6 +22,7 @@ from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache, wants_explanation
+from pagoda.server.ledger import written
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, new_id
@@ -159,7 +160,8 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
     """
     outputs = merge(
         [
-            served.engine.stream(
+            served.stream(
+                request,
                 job.prompt,
                 job.params,
                 request_id=job.id,
@@ -250,7 +252,10 @@ class _Answer:
         usage = self._output.usage
         return {
             "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.num_hit_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.num_hit_tokens,
+                "cache_write_tokens": sum(written(usage, self._output.leases).values()),
+            },
             "output_tokens": usage.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
