@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagoda.errors import InvalidRequest
+from pagoda.server.alignment import common_length
 from pagoda.server.backend import Tokenizer
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.schema import MAX_SALT_CHARS
@@ -71,11 +72,6 @@ def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
     given = [*system, *(fields.messages or ())]
     messages = normalize_messages(given) if given else []
     return Prefix(None, tuple(messages), tuple(fields.tools or ()), _stable(messages, fields.tools, tokenizer))
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _stable(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> list[int]:

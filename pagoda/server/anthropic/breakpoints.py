@@ -14,10 +14,10 @@ from typing import Any
 from pagoda.engine.outputs import LeaseOutcome, Usage
 from pagoda.engine.params import LeaseSpec
 from pagoda.errors import InvalidRequest
+from pagoda.server.alignment import common_length
 from pagoda.server.anthropic.conversation import Conversation
 from pagoda.server.backend import Tokenizer
 from pagoda.server.ledger import written
-from pagoda.server.prefix import common_length
 
 MAX_BREAKPOINTS = 4
 TTL_S = {"5m": 300.0, "1h": 3600.0}
