@@ -49,7 +49,7 @@ async def test_a_message(live: Live, client: anthropic.AsyncAnthropic) -> None:
 
 
 async def test_no_tokens_only_warm_up(live: Live, client: anthropic.AsyncAnthropic) -> None:
-    message = await client.messages.create(**HELLO | {"max_tokens": 0, "cache_control": HOUR})
+    message = await client.messages.create(**HELLO | {"max_tokens": 0, "cache_control": HOUR, "system": "Be brief."})
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
     assert message.usage.cache_creation_input_tokens > 0
     assert live.backend.seen[0]["params"].max_tokens == 0
