@@ -287,7 +287,7 @@ class EngineCore:
             self.explanations.popitem(last=False)
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Choose the next tokens. A request for none ends here: its prompt is computed, and leased where it wished so."""
+        """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
         done = [each for each in samples if not each.request.max_tokens]
         searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
         if not done and not searching:

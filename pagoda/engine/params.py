@@ -77,9 +77,10 @@ class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
 
     `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up
-    to the model's context; 0 computes the prompt, so that it is cached, and generates nothing. `logprobs=None` asks for
-    none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than `n` and returns those of the highest mean log-probability, at the end.
-    `beam` searches instead of drawing: then nothing that shapes a draw may be set, and `n` of its beams are returned.
+    to the model's context; 0 computes the prompt, so that it is cached, and generates nothing. `logprobs=None` asks
+    for none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than
+    `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
+    nothing that shapes a draw may be set, and `n` of its beams are returned.
 
     Raises:
         InvalidRequest: a field is out of range, or does not go with another; `param` names it.
