@@ -82,17 +82,18 @@ def create_app(
         drain_s: how long streams may go on after the server was told to stop.
     """
     lifecycle = Lifecycle(engine, drain_s)
+    accounts = ledger or Ledger()
     metrics = Metrics(engine)
     engine.add_observer(metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await lifecycle.start()
-        saving = asyncio.create_task(_save_regularly(ledger))
+        saving = asyncio.create_task(_save_regularly(accounts))
         yield
         await lifecycle.begin_stop()
         saving.cancel()
-        ledger.save(ledger.snapshot())
+        accounts.save(accounts.snapshot())
 
     async def admit(request: Request) -> None:
         if lifecycle.is_stopping:
@@ -106,15 +107,14 @@ def create_app(
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
     install_handlers(app)
-    ledger = ledger or Ledger()
-    served = Served(engine, tuple(served_model_names) or (engine.model_name,), ledger=ledger)
+    served = Served(engine, tuple(served_model_names) or (engine.model_name,), ledger=accounts)
     for router in (
         openai_router(served, max_body_bytes),
         anthropic_router(served, max_body_bytes),
         cache_router(served, max_body_bytes),
         explain_router(engine),
         lease_router(engine, admin_key),
-        usage_router(ledger, prices, admin_key),
+        usage_router(accounts, prices, admin_key),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
     if admin_key is not None:

@@ -34,6 +34,15 @@ class PromptCacheOptions(BaseModel):
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool | None = None
 
+    @property
+    def ttl_s(self) -> float:
+        """How long a prefix stays whose mark says nothing."""
+        return TTL_S[self.ttl or "30m"]
+
+    def implicit(self, num_prompt_tokens: int) -> list[LeaseSpec]:
+        """The lease on the whole prompt, unless only marks count."""
+        return [] if self.mode == "explicit" else [LeaseSpec(num_prompt_tokens, self.ttl_s)]
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -55,10 +64,11 @@ def find_marks(messages: Sequence[Any]) -> list[Mark]:
 def _marks(messages: Sequence[Any]) -> Iterator[Mark]:
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
-        for number, part in enumerate(content if isinstance(content, list) else ()):
+        parts: list[Any] = content if isinstance(content, list) else []
+        for number, part in enumerate(parts):
             if isinstance(part, dict) and (mark := part.get(FIELD)) is not None:
                 where = f"messages[{index}].content[{number}].{FIELD}"
-                cut = [*messages[:index], {**message, "content": content[: number + 1]}]
+                cut = [*messages[:index], {**message, "content": parts[: number + 1]}]
                 yield Mark(cut, _ttl_s(mark, where))
 
 
@@ -66,9 +76,11 @@ def _ttl_s(mark: Any, where: str) -> float | None:
     if not isinstance(mark, Mapping) or mark.get("mode") != "explicit":
         raise InvalidRequest(f"{where}.mode must be 'explicit'", param=where)
     ttl = mark.get("ttl")
-    if ttl is not None and ttl not in TTL_S:
+    if ttl is None:
+        return None
+    if ttl not in TTL_S:
         raise InvalidRequest(f"{where}.ttl must be one of {', '.join(TTL_S)}", param=where)
-    return None if ttl is None else TTL_S[ttl]
+    return TTL_S[ttl]
 
 
 def place_marks(
@@ -85,13 +97,10 @@ def place_marks(
     if options is None and not marks:
         return []
     options = options or PromptCacheOptions()
-    default_s = TTL_S[options.ttl or "30m"]
-    is_implicit = options.mode != "explicit"
-    latest = marks[-(MAX_BREAKPOINTS - is_implicit) :]
-    wishes = [(common_length(prompt, _cut_tokens(mark, tokenize)), mark.ttl_s or default_s) for mark in latest]
-    if is_implicit:
-        wishes.append((len(prompt), default_s))
-    return [LeaseSpec(length, ttl_s) for length, ttl_s in wishes if length]
+    implicit = options.implicit(len(prompt))
+    latest = marks[-(MAX_BREAKPOINTS - len(implicit)) :]
+    wishes = [(common_length(prompt, _cut_tokens(mark, tokenize)), mark.ttl_s or options.ttl_s) for mark in latest]
+    return [*(LeaseSpec(length, ttl_s) for length, ttl_s in wishes if length), *implicit]
 
 
 def _cut_tokens(mark: Mark, tokenize: Callable[[Sequence[Any]], Sequence[int]]) -> Sequence[int]:

@@ -12,7 +12,6 @@ from pagoda.engine.params import SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
-from pagoda.server.openai.breakpoints import place_marks
 from pagoda.server.openai.cached import prompt_start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import CompletionRequest, check_token_ids, validate
@@ -39,6 +38,7 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     )
     start, salt = prompt_start_of(served, namespace, request)
     prompts = _tokenize(request.prompt, start, tokenizer, params)
+    options = request.prompt_cache_options
     echoes = [_prompt_text(prompt, ids, tokenizer) for prompt, ids in prompts] if request.echo else []
     job = Job(
         id=new_id("cmpl"),
@@ -49,10 +49,7 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
-        leases=[
-            [*request.leases(len(ids)), *place_marks([], request.prompt_cache_options, ids, tokenizer.encode)]
-            for _, ids in prompts
-        ],
+        leases=[[*request.leases(len(ids)), *(options.implicit(len(ids)) if options else ())] for _, ids in prompts],
     )
     return job, CompletionWording(tokenizer, [text for text in echoes for _ in range(params.n)])
 
