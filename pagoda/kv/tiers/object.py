@@ -166,7 +166,7 @@ class ObjectTier(Tier):
             try:
                 self._write_note(Note([id for id in ids if id in self._index], until))
             except (BaseError, OSError) as error:
-                raise TierUnavailable(f"a lease cannot be written to the object store: {error}") from error
+                raise TierUnavailable(f"a lease cannot be written to the object store: {_why(error)}") from error
             return [_found(self._index.get(id)) for id in ids]
 
     def _scan(self) -> Iterator[RecordInfo]:
@@ -317,7 +317,7 @@ class ObjectTier(Tier):
             for path, size in sorted(found):
                 self._take_in(path.removeprefix(self._prefix), size)
         except (BaseError, OSError) as error:
-            raise TierUnavailable(f"the object store cannot be listed: {error}") from error
+            raise TierUnavailable(f"the object store cannot be listed: {_why(error)}") from error
         self._refreshed = time.monotonic()
 
     def _take_in(self, name: str, size: int) -> None:
@@ -349,4 +349,9 @@ def _found(packed: Packed | None) -> LookupResult:
 
 
 def _error(what: str, error: Exception) -> TierError:
-    return TierError(f"the object store failed on {what}: {error}")
+    return TierError(f"the object store failed on {what}: {_why(error)}")
+
+
+def _why(error: Exception) -> str:
+    """What obstore says of an error, without the dump of it that follows."""
+    return str(error).partition("\n")[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 from pagoda.errors import ConfigError
@@ -22,7 +23,7 @@ from pagoda.kv.tiers.base import Tier
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
-_REQUEST_TIMEOUT = "10s"
+_REQUEST_TIMEOUT = timedelta(seconds=10)
 _MAX_RETRIES = 2
 
 
@@ -148,8 +149,11 @@ def _open_object(url: str) -> Tier:
     try:
         store = from_url(
             f"{scheme}://{bucket}",
-            client_options={"timeout": _REQUEST_TIMEOUT},
-            retry_config={"max_retries": _MAX_RETRIES},
+            client_options={
+                "timeout": _REQUEST_TIMEOUT,
+                "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:"),  # an endpoint given so
+            },
+            retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": _REQUEST_TIMEOUT},
         )
     except (BaseError, ValueError) as error:
         raise ConfigError(f"no object store can be opened at {url!r}: {error}") from error

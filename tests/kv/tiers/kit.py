@@ -24,6 +24,7 @@ from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import GetResult, Record, RecordId, Target
 from pagoda.kv.tiers.shared import SharedTier
+from tests.kv.tiers.s3 import S3Server, find_binary
 
 KIB = 1 << 10
 
@@ -95,6 +96,29 @@ def redis_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
     return RedisTier(url, prefix=f"[test*]{folder}:", clock=clock)
 
 
+@cache
+def s3_server() -> S3Server:
+    """A server for all tests, killed at exit; skips the test where there is none."""
+    pytest.importorskip("obstore", reason="the object tier needs the extra 'object'")
+    find_binary()
+    folder = tempfile.TemporaryDirectory()
+    server = S3Server(Path(folder.name))
+    atexit.register(lambda: (server.kill(), folder.cleanup()))
+    server.start()
+    import obstore
+
+    obstore.put(server.store("contract"), "made", b"")
+    return server
+
+
+def s3_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+    """Under a prefix of its own."""
+    store = s3_server().store("contract")
+    from pagoda.kv.tiers.object import ObjectTier
+
+    return ObjectTier(store, str(folder), capacity_bytes=capacity, clock=clock)
+
+
 def encrypted_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
     """Around a disk tier; skips the test where the extra is not installed."""
     pytest.importorskip("cryptography", reason="encryption needs the extra 'encryption'")
@@ -113,6 +137,7 @@ MAKERS = [
     Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
     Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
     Maker("object", lambda capacity, clock, folder: object_tier(capacity, clock, folder)),
+    Maker("s3", lambda capacity, clock, folder: s3_tier(capacity, clock, folder)),
     Maker("shared", lambda capacity, clock, folder: shared_tier(capacity, clock, folder)),
     Maker("encrypted", lambda capacity, clock, folder: encrypted_tier(capacity, clock, folder)),
     Maker("redis", lambda capacity, clock, folder: redis_tier(capacity, clock, folder), bounded=False),
