@@ -29,8 +29,8 @@ MODULES = {
 }
 EXTENSION = "pagoda._native"  # compiled from csrc/: kernels only
 
-LEAVES = ("layout", "keys", "allocator", "block_table", "radix", "radix_node", "eviction", "retention")
-METADATA = ("cache", "lease", "observe", *LEAVES)
+LEAVES = ("layout", "keys", "allocator", "block_table", "radix", "radix_node", "eviction", "retention", "tenants")
+METADATA = ("books", "cache", "lease", "observe", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -61,7 +61,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "sizes": (),
     "allocator": (),
     "block_table": ("allocator",),
-    "radix_node": ("allocator", "keys"),
+    "tenants": ("allocator",),
+    "radix_node": ("allocator", "eviction", "keys"),
     "eviction": (),
     "retention": ("allocator", "eviction", "keys", "radix_node"),
     "radix": ("allocator", "eviction", "keys", "radix_node"),
@@ -77,7 +78,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "hierarchy": ("fetch", "frequency", "keys", "layout", "transfer", *TIER_PROTOCOL),
     "restore": ("fetch", "lease", "radix_node", "transfer"),
     "observe": LEAVES,
-    "cache": ("computing", "lease", "observe", *LEAVES),
+    "books": ("computing", "lease", "observe", *LEAVES),
+    "cache": ("books", "computing", "lease", *LEAVES),
     "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
 USES_TORCH = {"pool"}

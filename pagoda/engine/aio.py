@@ -33,6 +33,8 @@ from pagoda.model.tokenizer import Tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+_LONGEST_WAIT_S = 3600.0
+
 Inbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
@@ -208,9 +210,11 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                outputs = self._core.step() if self._core.has_work else []
-                self._stats = self._snapshot()  # first, so that whoever has an output sees the state it came from
-                self._publish(outputs)
+                if self._core.has_work:
+                    self._publish(self._core.step())
+                else:
+                    self._core.cache.retention.expire()
+                self._stats = self._snapshot()
         except BaseException:
             logger.exception("the engine stopped after an error")
             raise
@@ -219,11 +223,14 @@ class AsyncEngine:
             self._fail_streams()
 
     def _take_commands(self) -> bool:
-        """Run what is in the inbox, waiting for something to do; false when it is time to end."""
+        """Run what is in the inbox, waiting for something to do or a lease to run out; false when it is time to end."""
         wait = not self._core.has_work
+        timeout_s = self._core.cache.retention.next_expiry_s if wait else None
         while True:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(
+                    block=wait, timeout=None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
+                )
             except queue.Empty:
                 return True
             if command is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pagoda.engine.policy import QUEUE_POLICIES
+from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
 
 
@@ -18,6 +20,7 @@ class EngineConfig:
         token_budget: most tokens computed in one step. Higher: faster prefill; lower: steadier decode.
         queue_policy: the order of admission; a key of QUEUE_POLICIES.
         lease_share: most of the pool that leases may hold. They also leave room for one request of the full context.
+        tenants: what each tenant gets, by namespace; others get no share and no class of their own.
 
     Raises:
         ConfigError: a value is out of range.
@@ -28,6 +31,7 @@ class EngineConfig:
     token_budget: int = 512
     queue_policy: str = "fcfs"
     lease_share: float = 0.5
+    tenants: Mapping[str, TenantSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "token_budget"):

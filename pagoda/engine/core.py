@@ -31,7 +31,7 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
-from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, ModelError
+from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, LeaseRefused, ModelError
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
@@ -77,11 +77,27 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._scheduler = Scheduler(cache, config)
+        self._bound_leases()
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
-        # Whatever is leased, the longest request must still be able to run.
-        room = cache.num_blocks - cache.peak_blocks(max_model_len, config.token_budget)
-        cache.retention.limit_blocks = max(0, min(int(config.lease_share * cache.num_blocks), room))
         self._requests: dict[str, Request] = {}
+
+    def _bound_leases(self) -> None:
+        """Whatever is guaranteed or leased, the longest request must still be able to run."""
+        cache, retention = self.cache, self.cache.retention
+        room = cache.num_blocks - cache.peak_blocks(self.max_model_len, self._config.token_budget)
+        kept = cache.tenants.num_kept
+        if kept > max(0, room):
+            raise ConfigError(
+                f"tenants are guaranteed {kept} of {cache.num_blocks} KV blocks, and a context of "
+                f"{self.max_model_len} tokens needs {cache.num_blocks - room} beside them: guarantee less, lower "
+                "max_model_len or raise kv_memory"
+            )
+        retention.limit_blocks = max(0, min(int(self._config.lease_share * cache.num_blocks), room))
+        retention.guaranteed = {name: cache.tenants.guaranteed(name) for name in self._config.tenants}
+        retention.unguaranteed_limit_blocks = max(0, room - kept)
+        for name, spec in self._config.tenants.items():
+            if spec.lease_bytes is not None:
+                retention.owner_limits[name] = spec.lease_bytes // cache.layout.block_bytes
 
     @property
     def has_work(self) -> bool:
@@ -260,7 +276,7 @@ class EngineCore:
             prefix = request.prompt[: spec.num_tokens]
             try:
                 kept = self.cache.retention.retain(
-                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace, name=spec.name
+                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace
                 )
             except LeaseRefused as error:
                 request.outcomes.append(LeaseOutcome(spec, 0, str(error)))
@@ -287,16 +303,14 @@ class EngineCore:
             self.explanations.popitem(last=False)
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
-        done = [each for each in samples if not each.request.max_tokens]
+        """Choose the next tokens."""
         searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
-        if not done and not searching:
+        if not searching:
             return self._sample(samples, logits)
-        drawing = [row for row, each in enumerate(samples) if each.request.beams is None and each not in done]
+        drawing = [row for row, each in enumerate(samples) if each.request.beams is None]
         return [
-            *(self._end(each.request, FinishReason.LENGTH) for each in done),
             *self._search([samples[row] for row in searching], logits[searching]),
-            *(self._sample([samples[row] for row in drawing], logits[drawing]) if drawing else ()),
+            *self._sample([samples[row] for row in drawing], logits[drawing]),
         ]
 
     def _search(self, beams: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:

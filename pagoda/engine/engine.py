@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, cast
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from pagoda.engine.memory import safe_kv_memory
 from pagoda.engine.outputs import Completion, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
+from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.eviction import EvictionPolicy, make_policy
@@ -28,6 +30,7 @@ from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import TierUse
 from pagoda.kv.pool import BlockPool
 from pagoda.kv.sizes import format_size, parse_size
+from pagoda.kv.tenants import Share
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
@@ -85,6 +88,7 @@ class Engine:
         tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
         tier_after_hits: tiers that outlive the process get a block when it was hit so often; 0: as soon as it is full.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
+        tenants: what each tenant gets, by `Scope.namespace`.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         progress: show bars for slow steps, on a terminal.
 
@@ -109,10 +113,11 @@ class Engine:
         tiers: Sequence[str] = (),
         tier_after_hits: int = 0,
         secret: str | None = None,
+        tenants: Mapping[str, TenantSpec] = MappingProxyType({}),
         tier_key: str | None = None,
         progress: bool = True,
     ) -> None:
-        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share)
+        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
         quiet = None if progress else (lambda what, done, total: None)
         loaded = load_model(model, dtype=dtype, max_model_len=max_model_len, progress=quiet)
         self.model_name = loaded.name
@@ -130,7 +135,8 @@ class Engine:
                 f"takes {format_size(layout.block_stride)}"
             )
         pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
-        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key)
+        shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
+        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares)
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(
@@ -265,12 +271,13 @@ def _cache(
     after_hits: int,
     secret: str | None,
     tier_key: str | None,
+    shares: Mapping[str, Share],
 ) -> KVCache:
     """The cache, with tiers below the pool if there are any."""
     if after_hits < 0:
         raise ConfigError(f"tier_after_hits must be 0 or more, got {after_hits}")
     if not tiers:
-        return KVCache(layout, pool, policy)
+        return KVCache(layout, pool, policy, shares=shares)
     identity = {
         "weights": loaded.weights_identity,
         "ropes": repr(loaded.spec.ropes),
@@ -286,7 +293,7 @@ def _cache(
     ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
     keys = KeyChain(layout.fingerprint(identity), hashlib.sha256((secret or "").encode()).digest())
-    return TieredCache(layout, pool, hierarchy, keys, policy)
+    return TieredCache(layout, pool, hierarchy, keys, policy, shares)
 
 
 def _write_policy(spec: TierSpec) -> WritePolicy:

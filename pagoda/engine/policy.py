@@ -1,6 +1,7 @@
 """Queue policies: the order in which waiting samples are admitted.
 
-Each takes the waiting samples in order of arrival and yields them in order of admission.
+Each takes the waiting samples in order of arrival and yields them in order of admission. Service classes come before
+all of them: `ranker` tells a sample's class, which waiting raises.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pagoda.engine.request import Sample
+from pagoda.engine.tenants import ServiceClass, TenantSpec
 from pagoda.kv.cache import KVCache
 
 QueuePolicy = Callable[[Sequence[Sample], KVCache], Iterable[Sample]]
+
+PROMOTE_S = 30.0  # a request this old counts as one class higher, so batch waits at most twice as long for others
 
 _LPM_DEPTH = 128
 _LPM_TOKENS_PER_SECOND = 2000.0
@@ -44,3 +48,17 @@ def longest_prefix_match(waiting: Sequence[Sample], cache: KVCache) -> Iterable[
 
 
 QUEUE_POLICIES: Mapping[str, QueuePolicy] = {"fcfs": fcfs, "priority": priority, "lpm": longest_prefix_match}
+
+
+def ranker(tenants: Mapping[str, TenantSpec]) -> Callable[[Sample], int]:
+    """A sample's class now, 0 for the first: its tenant's, one higher for every PROMOTE_S seconds since it arrived."""
+    ranks = {name: spec.service_class.rank for name, spec in tenants.items()}
+    if not set(ranks.values()) - {ServiceClass.STANDARD.rank}:
+        return lambda sample: ServiceClass.STANDARD.rank
+
+    def rank(sample: Sample) -> int:
+        request = sample.request
+        promoted = int((time.perf_counter() - request.arrived_at) / PROMOTE_S)
+        return max(0, ranks.get(request.scope.namespace, ServiceClass.STANDARD.rank) - promoted)
+
+    return rank

@@ -5,7 +5,8 @@
 
 A step that needs more blocks than there are preempts the newest sample: its blocks return to the cache, and it waits at
 its old place in the queue to be computed again, mostly from hits. Nothing is admitted in a step that preempted, nor
-without room for all of its prompt, so samples do not chase each other out of memory.
+without room for all of its prompt, so samples do not chase each other out of memory. Room is what is free and what
+others must give up: tenants keep their guaranteed shares, which also let them pass a request that waits for more room.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from bisect import insort
 from dataclasses import dataclass
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.policy import QUEUE_POLICIES
+from pagoda.engine.policy import QUEUE_POLICIES, ranker
 from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
+from pagoda.kv.keys import Scope
 
 _FIRST_GUESS_S_PER_TOKEN = 0.5e-3  # until a prompt was computed
 
@@ -47,6 +49,7 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._order = QUEUE_POLICIES[config.queue_policy]
+        self._rank = ranker(config.tenants)
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.num_preempted = 0
@@ -110,7 +113,7 @@ class Scheduler:
             try:
                 self._cache.reserve(sample.running_lease, count)
             except OutOfBlocks:
-                victim = max(self.running, key=self._newest)
+                victim = self._victim(sample)
                 self._preempt(victim)
                 plan.pop(victim, None)
                 if victim is sample:
@@ -119,9 +122,20 @@ class Scheduler:
                 plan[sample] = count
                 return
 
-    @staticmethod
-    def _newest(sample: Sample) -> tuple[int, int, int]:
-        return sample.request.priority, *_arrival(sample)
+    def _victim(self, taker: Sample) -> Sample:
+        """Whom to preempt for a sample: the newest of those whose blocks it may take.
+
+        A tenant within its guaranteed share takes from those that are over theirs, if any such runs.
+        """
+        tenants, name = self._cache.tenants, taker.request.scope.namespace
+        losers = [other for other in self.running if tenants.gives_way(other.request.scope.namespace, name)]
+        if tenants.has_shares and tenants.is_within(name):
+            losers = [other for other in losers if not tenants.is_within(other.request.scope.namespace)] or losers
+        return max(losers, key=self._newest)
+
+    def _newest(self, sample: Sample) -> tuple[int, int, int, int]:
+        """The last in class, priority and arrival is the largest."""
+        return self._rank(sample), sample.request.priority, *_arrival(sample)
 
     def _preempt(self, sample: Sample) -> None:
         self.running.remove(sample)
@@ -133,7 +147,11 @@ class Scheduler:
     def _admit(self, plan: dict[Sample, int]) -> None:
         if not self.waiting:
             return
-        for sample in list(self._order(self.waiting, self._cache)):
+        full: set[int] = set()  # accounts whose next request has no room
+        for sample in sorted(self._order(self.waiting, self._cache), key=self._rank):
+            account = self._cache.tenants.of(sample.request.scope.namespace).account
+            if account in full:
+                continue
             if sample.pending is not None and sample.pending.is_pending:
                 continue
             budget = self._config.token_budget - sum(plan.values())
@@ -144,8 +162,11 @@ class Scheduler:
             sample.pending = self._cache.pending(tokens, scope, hit.num_tokens)
             if sample.pending is not None:
                 continue
-            if self.running and not self._has_room(len(tokens), hit):
-                return  # not the next one either: a small request must not overtake a large one for ever
+            if self.running and not self._has_room(len(tokens), scope, hit, passing=bool(full)):
+                full.add(account)
+                if not self._cache.tenants.has_shares:
+                    return  # not the next one either: a small request must not overtake a large one for ever
+                continue
             if not self._start(sample, budget, plan):
                 return
 
@@ -169,8 +190,13 @@ class Scheduler:
             plan[sample] = count
         return True
 
-    def _has_room(self, num_tokens: int, hit: Hit) -> bool:
-        """Whether a prompt fits beside what runs, with a block to spare for each running sample to grow into."""
+    def _has_room(self, num_tokens: int, scope: Scope, hit: Hit, *, passing: bool) -> bool:
+        """Whether a prompt fits beside what runs, with a block to spare for each running sample to grow into.
+
+        Passing another request that waits for room, it must fit into its tenant's guaranteed share too.
+        """
         needed = self._cache.peak_blocks(num_tokens + 1, self._config.token_budget) - hit.num_blocks
+        if passing and not self._cache.tenants.is_within(scope.namespace, needed):
+            return False
         spare = len(self.running) * len(self._cache.layout.groups)
-        return needed + spare <= self._cache.num_available_blocks - hit.num_idle_blocks
+        return needed + spare <= self._cache.num_available_to(scope) - hit.num_idle_blocks

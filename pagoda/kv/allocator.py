@@ -4,7 +4,8 @@
     held     ref_count > 0; the tree may have it as well
     cached   ref_count == 0 and the tree has it: it may be evicted
 
-Every block is in exactly one of the three. The allocator never matches tokens and never chooses what to evict.
+Every block is in exactly one of the three. The allocator never matches tokens and never chooses what to evict. A block
+that is not free has a label: whose it is. Used and cached blocks are counted by label, once there are two.
 """
 
 from __future__ import annotations
@@ -34,6 +35,39 @@ class Allocator:
         self._num_cached = 0
         self._refs = np.zeros(num_blocks, dtype=np.int32)
         self._in_tree = np.zeros(num_blocks, dtype=np.bool_)
+        self._label = np.zeros(num_blocks, dtype=np.int32)
+        self._num_labels = 0
+        self._used_by: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        self._cached_by: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+
+    def add_label(self) -> int:
+        """A new label, counted up from 0; blocks allocated without one have the first."""
+        self._num_labels += 1
+        if self._num_labels == 2:  # what was there is the first's
+            self._used_by[0], self._cached_by[0] = self.num_blocks - self._num_free, self._num_cached
+        if self._num_labels > self._used_by.size:
+            self._used_by = np.concatenate([self._used_by, np.zeros_like(self._used_by)])
+            self._cached_by = np.concatenate([self._cached_by, np.zeros_like(self._cached_by)])
+        return self._num_labels - 1
+
+    def num_used_by(self, label: int) -> int:
+        """Blocks of a label that are not free."""
+        return int(self._used_by[label]) if self._num_labels > 1 else self.num_blocks - self._num_free
+
+    def num_cached_by(self, label: int) -> int:
+        """Blocks of a label that only the tree has."""
+        return int(self._cached_by[label]) if self._num_labels > 1 else self._num_cached
+
+    def count_by_label(self, ids: BlockIds) -> npt.NDArray[np.int64]:
+        """How many of the blocks have each label, int64 `[labels]`."""
+        if self._num_labels < 2:
+            return np.array([ids.size])
+        return np.bincount(self._label[ids.astype(np.intp)], minlength=self._num_labels)
+
+    def _count(self, counts: npt.NDArray[np.int64], at: npt.NDArray[np.intp], sign: int) -> None:
+        if self._num_labels > 1 and at.size:
+            by_label = np.bincount(self._label[at])
+            counts[: by_label.size] += sign * by_label
 
     @property
     def num_free(self) -> int:
@@ -58,12 +92,20 @@ class Allocator:
         """How many requests hold the block."""
         return int(self._refs[block_id])
 
+    def ref_counts(self) -> npt.NDArray[np.int32]:
+        """How many requests hold each block of the pool. O(blocks)."""
+        return self._refs.copy()
+
+    def ids_in_tree(self) -> npt.NDArray[np.intp]:
+        """The blocks that the tree has, in order. O(blocks)."""
+        return np.flatnonzero(self._in_tree)
+
     def in_tree(self, block_id: int) -> bool:
         """Whether the tree has the block."""
         return bool(self._in_tree[block_id])
 
-    def allocate(self, count: int) -> BlockIds:
-        """Take `count` free blocks, each with one reference.
+    def allocate(self, count: int, label: int = 0) -> BlockIds:
+        """Take `count` free blocks, each with one reference and this label.
 
         Raises:
             OutOfBlocks: fewer are free; nothing is taken.
@@ -76,6 +118,9 @@ class Allocator:
         ids = self._stack[top : self._num_free][::-1].copy()
         self._num_free = top
         self._refs[ids] = 1
+        if self._num_labels > 1:
+            self._label[ids] = label
+            self._used_by[label] += count
         return ids
 
     def retain(self, ids: BlockIds) -> None:
@@ -86,6 +131,7 @@ class Allocator:
         if not self._in_tree[idle].all():
             raise InvariantError("a free block cannot be retained")
         self._num_cached -= idle.size
+        self._count(self._cached_by, idle, -1)
         self._refs[at] = refs + 1
 
     def release(self, ids: BlockIds) -> None:
@@ -96,9 +142,11 @@ class Allocator:
             raise InvariantError("a block was released more often than it was retained")
         self._refs[at] = refs
         idle = at[refs == 0]
-        cached = self._in_tree[idle]
-        self._num_cached += int(np.count_nonzero(cached))
-        self._push(idle[~cached])
+        in_tree = self._in_tree[idle]
+        cached = idle[in_tree]
+        self._num_cached += cached.size
+        self._count(self._cached_by, cached, 1)
+        self._push(idle[~in_tree])
 
     def enter_tree(self, ids: BlockIds) -> None:
         """Note that the tree now has these blocks, which requests hold."""
@@ -115,11 +163,13 @@ class Allocator:
         self._in_tree[at] = False
         idle = at[self._refs[at] == 0]
         self._num_cached -= idle.size
+        self._count(self._cached_by, idle, -1)
         self._push(idle)
 
     def _push(self, ids: npt.NDArray[np.intp]) -> None:
         self._stack[self._num_free : self._num_free + ids.size] = ids[::-1]
         self._num_free += ids.size
+        self._count(self._used_by, ids, -1)
 
     def check(self) -> None:
         """Verify conservation: free + held + cached == total, each block in one state.
@@ -136,3 +186,9 @@ class Allocator:
             raise InvariantError("the count of cached blocks is wrong")
         if (self._refs < 0).any():
             raise InvariantError("a reference count is negative")
+        if self._num_labels > 1:
+            used = self._label[(self._refs > 0) | self._in_tree]
+            cached = self._label[(self._refs == 0) & self._in_tree]
+            for counts, labels in ((self._used_by, used), (self._cached_by, cached)):
+                if not np.array_equal(counts, np.bincount(labels, minlength=counts.size)):
+                    raise InvariantError("the counts by label are wrong")

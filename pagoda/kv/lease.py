@@ -52,12 +52,14 @@ class Lease:
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
+        is_detached: its blocks were purged from the tree, or would have been; it computes for itself alone.
         tier_use: what it allows of lower tiers.
         restore_report: what they were asked and gave, once that is over; None if they were not asked.
         owns_tail: it appends in place to a partial block of the tree, and nobody else may.
     """
 
     __slots__ = (
+        "is_detached",
         "num_committed_blocks",
         "num_computed_tokens",
         "num_hit_tokens",
@@ -78,6 +80,7 @@ class Lease:
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.owns_tail = False
+        self.is_detached = False
         self.released = False
         self.tier_use = TierUse()
         self.restore_report: RestoreReport | None = None

@@ -13,6 +13,7 @@ Follows SGLang's RadixAttention (Zheng et al., 2024), with these rules:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.eviction import LRU, EvictionPolicy
+from pagoda.kv.eviction import LRU, EvictionPolicy, Queues
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix_node import ABSENT, Match, Node, Root, TokenArray, common_prefix, first_block_key
 
@@ -36,6 +37,7 @@ class RadixTree:
         windows: per layer group, its sliding window in tokens, or None.
         num_blocks: block ids are below this.
         policy: the order of eviction; it serves this tree alone.
+        account_of: whose share a scope's blocks are charged to.
     """
 
     def __init__(
@@ -44,15 +46,17 @@ class RadixTree:
         windows: tuple[int | None, ...],
         num_blocks: int,
         policy: EvictionPolicy | None = None,
+        account_of: Callable[[Scope], int] = lambda scope: 0,
     ) -> None:
         self.block_size = block_size
         self.windows = windows
         self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
         self._roots: dict[Scope, Root] = {}
         self._now = 0
-        self._policy = LRU() if policy is None else policy
-        self._policy.bind(block_size)
-        self._slid: dict[Node, None] = {}  # an ordered set: nodes that may hold window blocks no hit will read
+        self._queues = Queues(LRU() if policy is None else policy, block_size)
+        self._account_of = account_of
+        self._slid: defaultdict[int, dict[Node, None]] = defaultdict(dict)
+        """Of each account an ordered set: nodes that may hold window blocks no hit will read."""
 
     # -- looking up: mutates nothing ---------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class RadixTree:
             if shared == node.tokens.size:
                 node.last_access = self._now
                 node.num_hits += 1
-                self._policy.on_hit(node, self._now)
+                self._queues.of(node).on_hit(node, self._now)
         return Match(match.num_tokens, tuple(path), match.blocks)
 
     def insert(
@@ -214,7 +218,7 @@ class RadixTree:
         if after is None:
             root = self._roots.get(scope)
             if root is None:
-                root = self._roots[scope] = Root(scope, len(self.windows), self._now)
+                root = self._roots[scope] = Root(scope, len(self.windows), self._now, self._account_of(scope))
             return root, 0
         node = self._owner[after]
         if node is None:
@@ -245,7 +249,7 @@ class RadixTree:
             node = child
         node.last_access = self._now
         self._own(node, blocks[0])
-        self._policy.on_insert(node, start, self._now)
+        self._queues.of(node).on_insert(node, start, self._now)
 
     def _merge(self, node: Node, start: int, blocks: BlockIds) -> BlockIds:
         """Fill the holes of a node from another's blocks for the same tokens; return what the node has now."""
@@ -266,7 +270,7 @@ class RadixTree:
         node.blocks = np.concatenate([node.blocks[:, : at // self.block_size], blocks], axis=1)
         node.last_access = self._now
         self._own(node, blocks[0])
-        self._policy.on_insert(node, at, self._now)
+        self._queues.of(node).on_insert(node, at, self._now)
         return dropped
 
     def _split(self, node: Node, at: int) -> Node:
@@ -276,13 +280,14 @@ class RadixTree:
         columns = at // self.block_size
         upper = Node(node.tokens[:at].copy(), node.blocks[:, :columns].copy(), node.parent, node.depth, node.created)
         upper.last_access, upper.num_hits, upper.note = node.last_access, node.num_hits, node.note
+        upper.priority = node.priority
         node.parent.attach(node.key, upper)
         node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[:, columns:].copy()
         node.depth += at
         upper.attach(first_block_key(node.tokens, self.block_size), node)
         self._own(upper, upper.blocks[0])
-        if node in self._slid:
-            self._slid[upper] = None
+        if node in self._slid[node.account]:
+            self._slid[node.account][upper] = None
         return upper
 
     def _own(self, node: Node, ids: BlockIds) -> None:
@@ -296,14 +301,16 @@ class RadixTree:
         if node is None:
             raise InvariantError(f"block {block_id} is not in the tree")
         if not node.children:
-            self._policy.offer(node)
+            self._queues.of(node).offer(node)
         if any(self.windows):
             while node is not None and node.parent is not None:
-                self._slid[node] = None
+                self._slid[node.account][node] = None
                 node = node.parent
 
-    def evict(self, count: int, held: Held) -> BlockIds:
-        """Give up at least `count` blocks, or all that may go. Mutates the tree; the caller frees what is returned.
+    def evict(self, count: int, held: Held, account: int = 0) -> BlockIds:
+        """Give up at least `count` blocks of an account, or all of its that may go. Mutates the tree.
+
+        The caller frees what is returned.
 
         Args:
             held: tells for each block whether a request holds it; those stay.
@@ -313,30 +320,32 @@ class RadixTree:
         """
         gone: list[BlockIds] = []
         missing = count
-        while missing > 0 and self._slid:
-            node = next(iter(self._slid))
+        slid = self._slid[account]
+        while missing > 0 and slid:
+            node = next(iter(slid))
             ids = self._take_slid(node, held, missing)
             if ids.size < missing:
-                del self._slid[node]
+                del slid[node]
             gone.append(ids)
             missing -= ids.size
-        while missing > 0 and (candidate := self._policy.take()) is not None:
-            leaf = cast(Node, candidate)
+        while missing > 0 and (taken := self._queues.take(account)) is not None:
+            leaf, policy = cast(Node, taken[0]), taken[1]
             if leaf.children:
                 continue
-            most = -(-self._policy.tail(leaf) // self.block_size) * len(self.windows)
+            most = -(-policy.tail(leaf) // self.block_size) * len(self.windows)
             ids, blocked = self._take_tail(leaf, held, min(missing, most))
             gone.append(ids)
             missing -= ids.size
             if not leaf.tokens.size:
                 self._remove(leaf)
             elif not blocked:
-                self._policy.offer(leaf)
+                policy.offer(leaf)
         if missing > 0 and any(self.windows):  # only paths of running requests are left, and they slid past these
             for node in self.nodes():
-                ids = self._take_slid(node, held, missing, even_recent=True)
-                gone.append(ids)
-                missing -= ids.size
+                if node.account == account:
+                    ids = self._take_slid(node, held, missing, even_recent=True)
+                    gone.append(ids)
+                    missing -= ids.size
         evicted = np.concatenate(gone) if gone else np.empty(0, dtype=np.int32)
         self._owner[evicted] = None
         return evicted
@@ -368,7 +377,7 @@ class RadixTree:
         columns = leaf.blocks.shape[1] - int(np.searchsorted(supply, enough, side="right"))
         tail = leaf.blocks[:, columns:]
         ids = tail.T[::-1][present[:, columns:].T[::-1]]
-        self._policy.on_evict(leaf, columns * self.block_size)
+        self._queues.of(leaf).on_evict(leaf, columns * self.block_size)
         leaf.tokens = _head(leaf.tokens, columns * self.block_size)
         leaf.blocks = leaf.blocks[:, :columns].copy()
         return ids, columns == first and columns > 0
@@ -378,13 +387,67 @@ class RadixTree:
         if parent is None:
             raise InvariantError("a root is never evicted")
         parent.detach(leaf)
-        self._slid.pop(leaf, None)
+        self._slid[leaf.account].pop(leaf, None)
         if parent.children:
             return
         if isinstance(parent, Root):
             del self._roots[parent.scope]
         else:
-            self._policy.offer(parent)
+            self._queues.of(parent).offer(parent)
+
+    def subtrees(self, scope: Scope, prefix: TokenArray) -> list[tuple[Node, int]]:
+        """Where everything begins that has `prefix`: nodes, and the offset of the block with its last token in each."""
+        found: list[tuple[Node, int]] = []
+        stack: list[tuple[Node, TokenArray]] = [(self._roots[scope], prefix)] if scope in self._roots else []
+        while stack:
+            node, rest = stack.pop()
+            for child in node.starting_with(first_block_key(rest, self.block_size)):
+                shared = common_prefix(child.tokens, rest)
+                if shared == rest.size:
+                    found.append((child, max(0, shared - 1) // self.block_size * self.block_size))
+                elif shared == child.tokens.size:
+                    stack.append((child, rest[shared:]))
+        return found
+
+    def cut(self, node: Node, at: int) -> BlockIds:
+        """Give up `node.tokens[at:]` and all below, held or not; `at` is a block boundary. Returns the blocks."""
+        gone = [self._drop(node, at)]
+        below = node.detach_all()
+        while below:
+            child = below.pop()
+            gone.append(self._drop(child, 0))
+            below += child.detach_all()
+        ids = np.concatenate(gone)
+        self._owner[ids] = None
+        if at:
+            self._queues.of(node).offer(node)
+        else:
+            self._remove(node)
+        return ids
+
+    def _drop(self, node: Node, at: int) -> BlockIds:
+        """Take the end off a node, and the node out of the books if nothing is left of it."""
+        policy = self._queues.of(node)
+        policy.on_evict(node, at)
+        if at == 0:
+            policy.discard(node)
+            self._slid[node.account].pop(node, None)
+        gone = node.blocks[:, at // self.block_size :]
+        node.tokens, node.blocks = node.tokens[:at].copy(), node.blocks[:, : at // self.block_size].copy()
+        ids: BlockIds = gone[gone != ABSENT]
+        return ids
+
+    def prefix_of(self, block_id: int) -> tuple[Node, TokenArray]:
+        """The node of a group-0 block, and all tokens up to the block's end."""
+        node: Node | None = self._owner[block_id]
+        if node is None:
+            raise InvariantError(f"block {block_id} is not in the tree")
+        end = (int(np.flatnonzero(node.blocks[0] == block_id)[-1]) + 1) * self.block_size
+        parts, above = [node.tokens[:end]], node.parent
+        while above is not None:
+            parts.append(above.tokens)
+            above = above.parent
+        return node, np.concatenate(parts[::-1])
 
     # -- looking at all of it ----------------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
+from pagoda.kv.eviction import DEFAULT_PRIORITY
 from pagoda.kv.keys import Scope
 
 TokenArray = npt.NDArray[np.integer]
@@ -26,6 +28,7 @@ class Node:
 
     __slots__ = (
         "_keys",
+        "account",
         "blocks",
         "children",
         "created",
@@ -35,6 +38,7 @@ class Node:
         "note",
         "num_hits",
         "parent",
+        "priority",
         "queued",
         "tokens",
     )
@@ -51,6 +55,8 @@ class Node:
         self.num_hits = 0
         self.queued = False
         self.note = 0.0
+        self.account: int = 0 if parent is None else parent.account
+        self.priority = DEFAULT_PRIORITY
 
     def attach(self, key: bytes, child: Node) -> None:
         """Make `child` a child under the key of its first block."""
@@ -63,6 +69,18 @@ class Node:
         """Remove a child."""
         del self.children[child.key]
         del self._keys[bisect_left(self._keys, child.key)]
+
+    def starting_with(self, key: bytes) -> list[Node]:
+        """The children whose first block starts with the tokens of `key`."""
+        at = bisect_left(self._keys, key)
+        return [self.children[near] for near in takewhile(lambda near: near.startswith(key), self._keys[at:])]
+
+    def detach_all(self) -> list[Node]:
+        """Remove all children; returns them."""
+        gone = list(self.children.values())
+        self.children.clear()
+        self._keys.clear()
+        return gone
 
     def check(self, block_size: int) -> None:
         """Verify this node against its own rules.
@@ -90,9 +108,10 @@ class Root(Node):
 
     __slots__ = ("scope",)
 
-    def __init__(self, scope: Scope, num_groups: int, now: int) -> None:
+    def __init__(self, scope: Scope, num_groups: int, now: int, account: int) -> None:
         super().__init__(np.empty(0, dtype=np.int32), np.empty((num_groups, 0), dtype=np.int32), None, 0, now)
         self.scope = scope
+        self.account = account
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
     retain(prefix, ttl)   pin its blocks, as a request does ──> Retained; or LeaseRefused, with the reason
     refresh(hit)          whoever hits a leased prefix starts its time anew
     expire()              let go of what ran out: O(log n) each
-    postpone(retained)    end at another time
     release(retained)     let go early
 
 A leased block is a held block: eviction, conservation and what admission counts as available need nothing new. What is
@@ -16,10 +15,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -70,17 +70,18 @@ class Pins(Protocol):
 class Retained:
     """A lease. Times are the clock's seconds; a pin has no `ttl_s` and an `expires_at` of infinity.
 
-    One with a `name` was asked for by itself: it ends at its time whether it is hit or not.
+    Attributes:
+        id: its name outside; who knows one cannot guess another.
     """
 
     serial: int
     owner: str
-    name: str
     scope: Scope
     pinned: PinnedPrefix
     ttl_s: float | None
     expires_at: float
     released: bool = False
+    id: str = field(default_factory=lambda: f"lease-{secrets.token_urlsafe(15)}")
 
     @property
     def num_tokens(self) -> int:
@@ -105,14 +106,18 @@ class Retention:
 
     Attributes:
         limit_blocks: most blocks under lease; whoever knows how much requests need sets it. None at first.
-        owner_limit_blocks: most of them charged to one owner.
+        owner_limits: most of them charged to an owner; whoever is not in it has no limit of its own.
+        guaranteed: blocks that each owner is sure of, leased or not; nobody else counts on those.
+        unguaranteed_limit_blocks: most blocks that all leases may have beyond what their owners are guaranteed.
         num_refused: leases refused since the start.
         lapsed_at: of each block, when the last of its leases ran out; 0 if it has one, or had none.
     """
 
     def __init__(self, pins: Pins, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_blocks = 0
-        self.owner_limit_blocks = pins.num_blocks
+        self.owner_limits: dict[str, int] = {}
+        self.guaranteed: Mapping[str, int] = {}
+        self.unguaranteed_limit_blocks = pins.num_blocks
         self.num_refused = 0
         self._pins = pins
         self._clock = clock
@@ -128,21 +133,33 @@ class Retention:
 
     @property
     def leases(self) -> Collection[Retained]:
-        """All leases, the oldest first."""
+        """All leases that have not run out, the oldest first."""
+        self.expire()
         return self._leases.values()
 
     @property
     def num_blocks(self) -> int:
         """Blocks under at least one lease."""
+        self.expire()
         return self._usage.total()
 
     @property
     def usage(self) -> Mapping[str, int]:
         """Blocks charged to each owner."""
+        self.expire()
         return self._usage
 
-    def retain(self, tokens: TokenArray, scope: Scope, *, ttl_s: float | None, owner: str, name: str = "") -> Retained:
-        """Lease the whole blocks that are known of a prefix; an owner's lease of that name on it is prolonged.
+    @property
+    def next_expiry_s(self) -> float | None:
+        """Seconds until `expire` may have something to do; None if there is no lease with an end."""
+        return max(0.0, self._expiries[0][0] - self._clock()) if self._expiries else None
+
+    def find(self, lease_id: str) -> Retained | None:
+        """The lease of this id, if it has not ended."""
+        return next((lease for lease in self.leases if lease.id == lease_id), None)
+
+    def retain(self, tokens: TokenArray, scope: Scope, *, ttl_s: float | None, owner: str) -> Retained:
+        """Lease the whole blocks that are known of a prefix; an owner's lease on the same prefix is prolonged.
 
         Raises:
             LeaseRefused: there is no whole block, or a bound would be exceeded; nothing changed.
@@ -155,10 +172,9 @@ class Retention:
                     f"only whole blocks of {self._pins.block_size} tokens can be leased, and this prefix of "
                     f"{tokens.size} tokens has none in the cache"
                 )
-            others = self._by_anchor.get(pinned.anchor, ())
-            same = next((lease for lease in others if (lease.owner, lease.name) == (owner, name)), None)
+            same = next((lease for lease in self._by_anchor.get(pinned.anchor, ()) if lease.owner == owner), None)
             if same is None:
-                return self._add(pinned, scope, ttl_s, owner, name)
+                return self._add(pinned, scope, ttl_s, owner)
         except LeaseRefused:
             self.num_refused += 1
             if pinned is not None:
@@ -168,11 +184,11 @@ class Retention:
         same.prolong(self._clock(), ttl_s)
         return same
 
-    def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str, name: str) -> Retained:
+    def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str) -> Retained:
         at = pinned.blocks.astype(np.intp)
         new = at[self._num_leases[at] == 0]
-        self.check_room(new.size, owner)
-        lease = Retained(next(self._serials), owner, name, scope, pinned, ttl_s, math.inf)
+        self._check_bounds(new.size, owner)
+        lease = Retained(next(self._serials), owner, scope, pinned, ttl_s, math.inf)
         if ttl_s is not None:
             lease.expires_at = self._clock() + ttl_s
             heapq.heappush(self._expiries, (lease.expires_at, lease.serial))
@@ -184,44 +200,48 @@ class Retention:
         self._charge(lease, new)
         return lease
 
-    def check_room(self, num_new: int, owner: str) -> None:
-        """Whether so many more blocks may be leased.
-
-        Raises:
-            LeaseRefused: a bound would be exceeded.
-        """
+    def _check_bounds(self, num_new: int, owner: str) -> None:
         if not self.limit_blocks:
             raise LeaseRefused(
                 "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
             )
         if len(self._leases) >= MAX_LEASES:
-            raise LeaseRefused(f"there are {MAX_LEASES} leases already")
-        for whose, used, limit in (
-            ("", self.num_blocks, self.limit_blocks),
-            ("one tenant's ", self._usage[owner], self.owner_limit_blocks),
-        ):
-            if used + num_new > limit:
-                raise LeaseRefused(f"{num_new} more KV blocks are needed, and {used} of {whose}{limit} are leased")
+            raise LeaseRefused("the server keeps no more leases now")
+        mine = self._usage[owner]
+        limit = self.owner_limits.get(owner)
+        if limit is not None and mine + num_new > limit:
+            raise LeaseRefused(f"{num_new} more KV blocks are needed, and {mine} of your {limit} are leased")
+        after = self._usage + Counter({owner: num_new})
+        beyond = sum(max(0, count - self.guaranteed.get(name, 0)) for name, count in after.items())
+        if after.total() > self.limit_blocks or beyond > self.unguaranteed_limit_blocks:
+            # No figures but the owner's: what the others hold is not its business.
+            raise LeaseRefused(
+                f"{num_new} more KV blocks are needed beside the {mine} that you have leased, and the server has no "
+                "room for more leases now"
+            )
 
     def _charge(self, lease: Retained, blocks: npt.NDArray[np.intp]) -> None:
         self._payer[blocks] = lease.serial
         if blocks.size:
             self._usage[lease.owner] += blocks.size
 
+    def is_leased(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """For each block, whether a lease has it; ABSENT is none."""
+        leased: npt.NDArray[np.bool_] = (self._num_leases[blocks.astype(np.intp)] > 0) & (blocks >= 0)
+        return leased
+
+    def end_on(self, gone: npt.NDArray[np.bool_]) -> None:
+        """End every lease that has one of the blocks where `gone`, one entry a block of the pool, is true."""
+        for lease in [each for each in self._leases.values() if gone[each.pinned.blocks].any()]:
+            self.release(lease)
+        self.lapsed_at[gone] = 0
+
     def refresh(self, blocks: BlockIds) -> None:
         """Note a hit: leases whose anchor is among its blocks start anew."""
         now = self._clock()
         for block in blocks[self._is_anchor[blocks.astype(np.intp)]].tolist():
             for lease in self._by_anchor[block]:
-                if not lease.name:
-                    lease.prolong(now, lease.ttl_s)
-
-    def postpone(self, lease: Retained, ttl_s: float) -> None:
-        """Let a lease end `ttl_s` seconds from now, be that later or sooner than before."""
-        lease.ttl_s, lease.expires_at = ttl_s, self._clock() + ttl_s
-        self._expiries = [entry for entry in self._expiries if entry[1] != lease.serial]
-        self._expiries.append((lease.expires_at, lease.serial))
-        heapq.heapify(self._expiries)
+                lease.prolong(now, lease.ttl_s)
 
     def expire(self) -> None:
         """Let go of every lease whose time ran out."""

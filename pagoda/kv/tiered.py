@@ -10,7 +10,8 @@ the lease that computes or restores it (`PendingPrefix`). A restore ends with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.restore import Restore
+from pagoda.kv.tenants import Share
 from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
@@ -47,7 +49,7 @@ class TieredCache(KVCache):
     """A KVCache whose full blocks also live in a Hierarchy.
 
     Args:
-        layout, pool, policy: see KVCache.
+        layout, pool, policy, shares: see Books.
         hierarchy: the tiers; closed with this cache.
         keys: names of blocks outside the device, for this model and secret.
     """
@@ -59,8 +61,9 @@ class TieredCache(KVCache):
         hierarchy: Hierarchy,
         keys: KeyChain,
         policy: EvictionPolicy | None = None,
+        shares: Mapping[str, Share] = MappingProxyType({}),
     ) -> None:
-        super().__init__(layout, pool, policy)
+        super().__init__(layout, pool, policy, shares=shares)
         self.hierarchy = hierarchy
         self._io = pool
         self._keys = keys
@@ -124,6 +127,7 @@ class TieredCache(KVCache):
         lease.num_hit_tokens += num_tokens
         restore.num_restored += len(run)
         self.stats.num_restored_tokens += num_tokens
+        self._tenant(lease.scope).num_restored_tokens += num_tokens
         lane.tally.add("restored_tokens", num_tokens)
         self.hierarchy.fetcher.taken(restore.fetch, len(run))
         return True
@@ -177,6 +181,11 @@ class TieredCache(KVCache):
     def _on_evict(self, ids: BlockIds) -> None:
         named = [(block, record) for block in ids.tolist() if (record := self._record_of.pop(block, None)) is not None]
         self._write(WritePolicy.BACK, named)
+        self._private.difference_update(ids.tolist())
+
+    def _on_purge(self, ids: BlockIds) -> None:
+        for block in ids.tolist():
+            self._record_of.pop(block, None)
         self._private.difference_update(ids.tolist())
 
     def _write(self, policy: WritePolicy, named: Sequence[tuple[int, RecordId]], above: Lane | None = None) -> None:

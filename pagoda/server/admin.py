@@ -55,7 +55,7 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
         return JSONResponse({"object": "list", "data": [asdict(lease) for lease in found]})
 
     @router.delete("/kv/leases/{lease_id}")
-    async def end_lease(request: Request, lease_id: int) -> Response:
+    async def end_lease(request: Request, lease_id: str) -> Response:
         tenant = tenant_of(request)
         if not await engine.manage(lambda cache: cache.end_lease(lease_id, tenant)):
             raise HttpError(404, "not_found", f"There is no lease {lease_id} of yours.")

@@ -7,7 +7,9 @@ import hmac
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.server.errors import HttpError
 
@@ -17,17 +19,24 @@ class ApiKeys:
 
     Args:
         tenants: key -> tenant name; several keys may name one tenant.
+        specs: what tenants get of the engine; those not named here get what all get.
+
+    Attributes:
+        specs: as above, for the engine.
 
     Raises:
-        ConfigError: there is no key, or one is empty or not printable ASCII without spaces.
+        ConfigError: there is no key, or one is empty or not printable ASCII without spaces, or a spec has no key.
     """
 
-    def __init__(self, tenants: Mapping[str, str]) -> None:
+    def __init__(self, tenants: Mapping[str, str], specs: Mapping[str, TenantSpec] = MappingProxyType({})) -> None:
         if not tenants:
             raise ConfigError("no API key given")
         for key in tenants:
             if not (key and key.isascii() and key.isprintable() and " " not in key):
                 raise ConfigError("an API key must be printable ASCII without spaces")
+        if strangers := specs.keys() - set(tenants.values()):
+            raise ConfigError(f"tenant {sorted(strangers)[0]!r} has no key")
+        self.specs = specs
         self._tenants = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     @classmethod
@@ -39,7 +48,8 @@ class ApiKeys:
     def load(cls, path: Path) -> ApiKeys:
         """Read a key file.
 
-        A `.toml` file has a `[keys]` table of `tenant = "key"` or `tenant = ["key", "key"]`. Any other file has one
+        A `.toml` file has a `[keys]` table of `tenant = "key"` or `tenant = ["key", "key"]`, and may have a table
+        `[tenants.NAME]` of what a tenant gets, as TenantSpec reads it. Any other file has one
         key a line, optionally followed by its tenant; `#` starts a comment line. A key without a tenant is a tenant of
         its own.
 
@@ -51,10 +61,10 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read API keys from {path}: {error}") from None
         try:
-            pairs = _toml_pairs(text) if path.suffix == ".toml" else _line_pairs(text)
+            pairs, specs = _toml(text) if path.suffix == ".toml" else (_line_pairs(text), {})
             if len(dict(pairs)) != len(pairs):
                 raise ConfigError("a key appears twice")
-            return cls(dict(pairs))
+            return cls(dict(pairs), specs)
         except ConfigError as error:
             raise ConfigError(f"API keys in {path}: {error}") from None
 
@@ -83,20 +93,31 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
-def key_name(authorization: str | None) -> str:
-    """What the key of a header is called in reports: the start of its digest."""
-    return _digest((authorization or "").partition(" ")[2].strip()).hex()[:12]
-
-
 def _own_tenant(key: str) -> str:
     return "key-" + _digest(key).hex()[:16]
 
 
-def _toml_pairs(text: str) -> list[tuple[str, str]]:
+def _toml(text: str) -> tuple[list[tuple[str, str]], dict[str, TenantSpec]]:
     try:
-        table = tomllib.loads(text).get("keys")
+        file = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(error)) from None
+    return _toml_pairs(file.get("keys")), _toml_specs(file.get("tenants", {}))
+
+
+def _toml_specs(table: object) -> dict[str, TenantSpec]:
+    if not isinstance(table, dict) or not all(isinstance(spec, dict) for spec in table.values()):
+        raise ConfigError("tenants must be tables: [tenants.NAME]")
+    specs = {}
+    for tenant, spec in table.items():
+        try:
+            specs[tenant] = TenantSpec.from_table(spec)
+        except ConfigError as error:
+            raise ConfigError(f"tenant {tenant!r}: {error}") from None
+    return specs
+
+
+def _toml_pairs(table: object) -> list[tuple[str, str]]:
     if not isinstance(table, dict):
         raise ConfigError("there is no [keys] table")
     pairs: list[tuple[str, str]] = []

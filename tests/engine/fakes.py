@@ -22,7 +22,7 @@ from pagoda.engine.params import SamplingParams
 from pagoda.engine.runner import build_batch
 from pagoda.engine.scheduler import Rows
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import KeyChain
+from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.base import Tier
 from tests.kv.fakes import TokenPool, make
@@ -120,7 +120,8 @@ def make_core(
     after_hits: int = 0,
     **config: Any,
 ) -> tuple[EngineCore, FakeRunner]:
-    cache, pool = make(num_blocks, block_size, windows)
+    shares = {name: spec.share for name, spec in config.get("tenants", {}).items()}
+    cache, pool = make(num_blocks, block_size, windows, shares=shares)
     if tiers:
         hierarchy = Hierarchy(
             tiers, block_bytes=cache.layout.block_bytes, num_groups=len(windows), after_hits=after_hits
@@ -164,6 +165,7 @@ def random_load(
     arrivals: float,
     max_tokens: int,
     before_step: Callable[[int], None] = lambda step: None,
+    scopes: Sequence[Scope] = (Scope(),),
 ) -> None:
     """Requests that share prefixes at random, some aborted; checks the books after each step, and every output.
 
@@ -171,6 +173,7 @@ def random_load(
         arrivals: the chance that a step begins with a new request.
         max_tokens: outputs are shorter than this.
         before_step: called with the step's number.
+        scopes: each request has one of these.
     """
     prompts: dict[str, list[int]] = {}
     finished: dict[str, list[int]] = {}
@@ -180,7 +183,8 @@ def random_load(
             base = list(prompts.values())[rng.integers(len(prompts))][: rng.integers(60)] if prompts else []
             name = f"r{step}"
             prompts[name] = (base + rng.integers(1, VOCAB, rng.integers(1, 20)).tolist())[:70]
-            core.add(name, prompts[name], SamplingParams(max_tokens=int(rng.integers(1, max_tokens)), temperature=0.0))
+            params = SamplingParams(max_tokens=int(rng.integers(1, max_tokens)), temperature=0.0)
+            core.add(name, prompts[name], params, scope=scopes[rng.integers(len(scopes)) if len(scopes) > 1 else 0])
             finished[name] = []
         if rng.random() < 0.05 and prompts:
             core.abort(list(prompts)[rng.integers(len(prompts))])

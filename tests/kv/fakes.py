@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from pagoda.kv.cache import KVCache
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
+from pagoda.kv.tenants import Share
 
 POISON = -7
 
@@ -66,6 +68,7 @@ def make(
     windows: tuple[int | None, ...] = (None,),
     policy: EvictionPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
+    shares: Mapping[str, Share] = MappingProxyType({}),
 ) -> tuple[KVCache, TokenPool]:
     pool = TokenPool(num_blocks, block_size)
-    return KVCache(layout(block_size, windows), pool, policy, clock=clock), pool
+    return KVCache(layout(block_size, windows), pool, policy, clock=clock, shares=shares), pool

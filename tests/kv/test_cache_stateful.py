@@ -7,7 +7,9 @@ shared block shows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -29,11 +31,12 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.retention import Retained
+from pagoda.kv.tenants import Share
 from tests.kv.fakes import TokenPool, make
 
 # No shrinking: a failing run of this machine is read, not waited for.
 SETTINGS = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=80, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 SCOPES = [Scope(), Scope("tenant"), Scope("tenant", salt="s")]
 
@@ -48,6 +51,7 @@ class Running:
 class CacheMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
     policy = "lru"
+    shares: Mapping[str, Share] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache: KVCache
         self.pool: TokenPool
         self.cache, self.pool = make(
-            num_blocks, block_size, self.windows, make_policy(self.policy), clock=lambda: self.now
+            num_blocks, block_size, self.windows, make_policy(self.policy), clock=lambda: self.now, shares=self.shares
         )
         self.cache.retention.limit_blocks = num_blocks // 2
 
@@ -102,15 +106,22 @@ class CacheMachine(RuleBasedStateMachine):
         if run.written + count > known:  # decoding: the tokens past the prompt are new
             run.tokens = as_tokens([*run.tokens.tolist(), *new[: run.written + count - known]])
         before = run.lease.num_blocks, self.cache.num_available_blocks
+        used = self.used_by_others(run.lease.scope)
         try:
             self.cache.reserve(run.lease, count)
         except OutOfBlocks:
             assert (run.lease.num_blocks, self.cache.num_available_blocks) == before
             return
+        for name, num_used in self.used_by_others(run.lease.scope).items():
+            assert num_used >= min(used[name], self.cache.tenants.guaranteed(name))
         self.pool.fill(run.lease, run.tokens, run.written, run.written + count)
         run.written += count
         self.cache.advance(run.lease, run.tokens, run.written)
         self.history.append((run.lease.scope, run.tokens[: run.written]))
+
+    def used_by_others(self, scope: Scope) -> dict[str, int]:
+        tenants = [tenant for tenant in self.cache.tenants.all() if tenant.name != scope.namespace]
+        return {tenant.name: self.cache._allocator.num_used_by(tenant.index) for tenant in tenants}
 
     @precondition(lambda self: self.running and len(self.running) < 8)
     @rule(index=st.integers(0, 99))
@@ -145,6 +156,35 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.num_available_blocks == before
             return
         self.promised[retained] = old[: retained.num_tokens]
+
+    @precondition(lambda self: getattr(self, "history", None))
+    @rule(base=st.integers(0, 50), keep=st.integers(0, 12), what=st.sampled_from(["prefix", "scope", "namespace"]))
+    def purge(self, base: int, keep: int, what: str) -> None:
+        scope, old = self.history[base % len(self.history)]
+        prefix = old[: keep if what == "prefix" else 0]
+        where = scope.namespace if what == "namespace" else scope
+        promised = self.promised.items()
+        spared = [lease for lease, tokens in promised if not self.goes(lease.scope, tokens, where, prefix)]
+        before = self.cache._tree.block_ids().size
+        gone = self.cache.purge(where, prefix)
+        assert before - self.cache._tree.block_ids().size == gone
+        assert not any(lease.released for lease in spared)
+        assert self.cache.lookup(np.append(prefix, [0]), scope).num_tokens < max(1, prefix.size)
+        for run in self.running:
+            assert run.lease.is_detached or not self.goes(run.lease.scope, run.lease.prompt, where, prefix)
+
+    def goes(self, scope: Scope, tokens: np.ndarray, where: Scope | str, prefix: np.ndarray) -> bool:
+        inside = scope == where if isinstance(where, Scope) else scope.namespace == where
+        return inside and tokens[: prefix.size].tolist() == prefix.tolist()
+
+    @precondition(lambda self: getattr(self, "promised", None))
+    @rule(index=st.integers(0, 99))
+    def purge_lease(self, index: int) -> None:
+        lease = list(self.promised)[index % len(self.promised)]
+        tokens = self.promised[lease]
+        assert self.cache.purge_lease(lease) > 0
+        assert lease.released
+        assert self.cache.lookup(np.append(tokens, [0]), lease.scope).num_tokens < tokens.size
 
     @precondition(lambda self: hasattr(self, "cache"))
     @rule(seconds=st.sampled_from([0.5, 2.0]))
@@ -204,6 +244,19 @@ class WindowMachine(CacheMachine):
     windows = (6,)
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, ReuseMachine, HybridMachine, WindowMachine])
+class SharesMachine(CacheMachine):
+    shares = MappingProxyType({"tenant": Share(guaranteed=0.4, weight=0.5)})
+
+
+class HybridSharesMachine(CacheMachine):
+    windows = (None, 5)
+    policy = "slru"
+    shares = MappingProxyType({"": Share(guaranteed=0.2), "tenant": Share(guaranteed=0.4)})
+
+
+MACHINES = [CacheMachine, ReuseMachine, HybridMachine, WindowMachine, SharesMachine, HybridSharesMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_random_use(machine: type[CacheMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)

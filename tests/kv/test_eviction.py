@@ -12,13 +12,15 @@ from pagoda.kv.eviction import LRU, Evictable, EvictionPolicy
 from pagoda.kv.eviction.base import SortKey
 
 
-@dataclass
+@dataclass(eq=False)
 class Leaf:
     last_access: int
     created: int = 0
     num_hits: int = 0
     queued: bool = False
     note: float = 0.0
+    account: int = 0
+    priority: int = 35
     depth: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
     parent: Evictable | None = None

@@ -5,7 +5,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.kv import eviction
-from pagoda.kv.eviction import FIFO, GDSF, LFU, LRU, POLICIES, S3FIFO, SLRU, EvictionPolicy, Priority, make_policy
+from pagoda.kv.eviction import FIFO, GDSF, LFU, LRU, POLICIES, S3FIFO, SLRU, EvictionPolicy, make_policy
 from pagoda.kv.eviction.monitor import NUM_AGES, NUM_CLASSES, WIDTHS, ReuseMonitor, age_bucket
 from pagoda.kv.eviction.reuse import ReuseRate, gittins_index
 from pagoda.kv.keys import Scope
@@ -110,11 +110,6 @@ def test_s3fifo_remembers_what_it_evicted() -> None:
     assert cache.evict(2) == [B, C]
 
 
-def test_priority_comes_before_recency() -> None:
-    ranks = {A: 50, B: 90, C: 10}
-    assert used(Priority(lambda leaf: ranks[int(leaf.tokens[0])]), B, A, C).evict(3) == [C, A, B]
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_gives_up_everything_leaves_first(name: str) -> None:
     cache = Cache(make_policy(name))
@@ -129,6 +124,30 @@ def test_every_policy_gives_up_everything_leaves_first(name: str) -> None:
     count = len(cache)
     assert len(cache.evict(count + 1)) == count
     assert cache.evict() == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_was_discarded_is_not_taken_until_it_is_offered_again(name: str) -> None:
+    policy = make_policy(name)
+    cache = used(policy, A, B, C)
+    assert type(policy.sibling()) is type(policy)
+    leaf = next(node for node in cache.tree.nodes() if node.tokens[0] == A)
+    policy.discard(leaf)
+    assert not leaf.queued
+    policy.discard(leaf)  # twice is once
+    assert sorted(cache.evict(3)) == [B, C]
+    policy.offer(leaf)
+    assert cache.evict(3) == [A]
+
+
+def test_discarding_leaves_no_heap_behind() -> None:
+    policy = LRU()
+    cache = used(policy, *range(1000, 1060, 2))
+    leaf = next(iter(cache.tree.nodes()))
+    for _ in range(1000):
+        policy.discard(leaf)
+        policy.offer(leaf)
+    assert len(policy._heap) < 200
 
 
 def test_a_policy_serves_one_tree() -> None:

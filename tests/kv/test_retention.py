@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,10 +32,8 @@ class LeaseBench(Bench):
         self.cache = KVCache(layout(SIZE, windows), self.pool, clock=self.clock)
         self.cache.retention.limit_blocks = limit
 
-    def retain(
-        self, tokens: np.ndarray, ttl_s: float | None = 10, owner: str = "a", scope: Scope = SCOPE, name: str = ""
-    ) -> Retained:
-        lease = self.cache.retention.retain(tokens, scope, ttl_s=ttl_s, owner=owner, name=name)
+    def retain(self, tokens: np.ndarray, ttl_s: float | None = 10, owner: str = "a", scope: Scope = SCOPE) -> Retained:
+        lease = self.cache.retention.retain(tokens, scope, ttl_s=ttl_s, owner=owner)
         self.cache.check()
         return lease
 
@@ -124,13 +126,13 @@ def test_available_blocks_shrink_by_what_is_leased() -> None:
     assert bench.cache.num_available_blocks == 16
 
 
-def test_over_budget_is_refused_with_the_figures_and_changes_nothing() -> None:
+def test_over_budget_is_refused_with_its_own_figures_and_changes_nothing() -> None:
     bench = LeaseBench(limit=4)
     bench.run(PROMPT)
     bench.run(seq(range(200, 209)))
     bench.retain(PREFIX)
     before = bench.counts()
-    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed, and 3 of 4 are leased"):
+    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed beside the 3 that you have leased"):
         bench.retain(seq(range(200, 209)))
     assert bench.counts() == before
     assert bench.cache.retention.num_refused == 1
@@ -140,14 +142,72 @@ def test_over_budget_is_refused_with_the_figures_and_changes_nothing() -> None:
 
 def test_one_owner_has_a_bound_of_its_own() -> None:
     bench = LeaseBench()
-    bench.cache.retention.owner_limit_blocks = 3
+    bench.cache.retention.owner_limits["a"] = 3
     bench.run(PROMPT)
     bench.run(seq(range(200, 209)))
     bench.retain(PREFIX, owner="a")
-    with pytest.raises(LeaseRefused, match="3 of one tenant's 3"):
+    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed, and 3 of your 3 are leased"):
         bench.retain(seq(range(200, 209)), owner="a")
     bench.retain(seq(range(200, 209)), owner="b")
     assert bench.cache.retention.usage == {"a": 3, "b": 2}
+
+
+def test_a_refusal_tells_nothing_of_others() -> None:
+    bench = LeaseBench(limit=5)
+    bench.run(PROMPT)
+    bench.run(seq(range(200, 213)))
+    bench.retain(PREFIX, owner="a")
+    with pytest.raises(LeaseRefused) as refused:
+        bench.retain(seq(range(200, 213)), owner="b")
+    assert [int(number) for number in re.findall(r"\d+", str(refused.value))] == [3, 0]
+
+
+def test_what_others_are_guaranteed_cannot_be_leased() -> None:
+    bench = LeaseBench(limit=12)
+    retention = bench.cache.retention
+    retention.guaranteed, retention.unguaranteed_limit_blocks = {"a": 3}, 2
+    for start in range(0, 400, 100):
+        bench.run(seq(range(start, start + 13)))
+    bench.retain(seq(range(12)), owner="a")  # within its share: the others lose nothing
+    with pytest.raises(LeaseRefused):
+        bench.retain(seq(range(100, 112)), owner="b")
+    bench.retain(seq(range(100, 108)), owner="b")
+    with pytest.raises(LeaseRefused):
+        bench.retain(seq(range(200, 204)), owner="a")
+
+
+def test_ids_cannot_be_guessed() -> None:
+    bench = LeaseBench()
+    bench.run(PROMPT)
+    leases = [bench.retain(PREFIX, owner=str(number)) for number in range(3)]
+    assert len({lease.id for lease in leases}) == 3
+    assert all(len(lease.id) >= 24 for lease in leases)
+    assert bench.cache.retention.find(leases[1].id) is leases[1]
+    bench.cache.retention.release(leases[1])
+    assert bench.cache.retention.find(leases[1].id) is None
+
+
+@pytest.mark.parametrize("look", ["leases", "usage", "num_blocks"])
+def test_whoever_looks_sees_no_lease_that_ran_out(look: str) -> None:
+    bench = LeaseBench()
+    bench.run(PROMPT)
+    bench.retain(PREFIX, ttl_s=10)
+    assert bench.cache.retention.next_expiry_s == 10
+    bench.clock.now += 10.5  # no step, no expire
+    assert not getattr(bench.cache.retention, look)
+    assert bench.cache.retention.next_expiry_s is None
+    bench.cache.check()
+
+
+def test_who_needs_room_does_not_wait_for_a_step_to_end_leases() -> None:
+    bench = LeaseBench()
+    bench.run(PROMPT)
+    bench.retain(PREFIX)
+    bench.clock.now += 10.5
+    lease = bench.acquire(tokens := seq(range(500, 564)))
+    bench.cache.reserve(lease, tokens.size)
+    bench.cache.release(lease, tokens)
+    bench.cache.check()
 
 
 def test_a_shared_block_is_charged_to_the_first_and_then_to_the_next() -> None:
@@ -176,32 +236,6 @@ def test_the_same_prefix_again_prolongs_the_lease() -> None:
     assert not lease.released
     bench.pass_time(0.2)
     assert lease.released
-
-
-def test_a_named_lease_stands_for_itself_and_hits_do_not_prolong_it() -> None:
-    bench = LeaseBench(limit=3)
-    bench.run(PROMPT)
-    plain, named = bench.retain(PREFIX, ttl_s=10), bench.retain(PREFIX, ttl_s=10, name="cache-1")
-    assert named is not plain
-    assert bench.cache.retention.num_blocks == 3
-    bench.pass_time(6)
-    bench.touch(PROMPT)
-    bench.pass_time(6)
-    assert named.released
-    assert not plain.released
-
-
-@pytest.mark.parametrize(("ttl_s", "lives"), [(3.0, 3.0), (60.0, 60.0)])
-def test_a_lease_may_be_moved_either_way(ttl_s: float, lives: float) -> None:
-    bench = LeaseBench()
-    bench.run(PROMPT)
-    lease = bench.retain(PREFIX, ttl_s=10, name="cache-1")
-    bench.cache.retention.postpone(lease, ttl_s)
-    bench.pass_time(lives - 0.1)
-    assert not lease.released
-    bench.pass_time(0.2)
-    assert lease.released
-    assert bench.cache.num_held_blocks == 0
 
 
 def test_a_pin_has_no_end() -> None:
@@ -262,13 +296,29 @@ def test_window_groups_hold_their_window(windows: tuple[int | None, ...]) -> Non
     assert bench.cache.num_held_blocks == 0
 
 
-def test_a_thousand_leases_end_in_order_without_a_scan() -> None:
+def test_a_thousand_leases_end_in_order_without_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = LeaseBench(num_blocks=1200, limit=1100)
+    cache = bench.cache
     for index in range(1000):
         tokens = seq([10_000 + index], range(SIZE))
-        bench.run(tokens)
-        bench.cache.retention.retain(tokens, SCOPE, ttl_s=1 + index, owner=str(index % 7))
+        lease = cache.acquire(tokens, SCOPE)
+        cache.reserve(lease, tokens.size)
+        cache.advance(lease, tokens, tokens.size)
+        cache.release(lease, tokens)
+        cache.retention.retain(tokens, SCOPE, ttl_s=1 + index, owner=str(index % 7))
+    popped = 0
+
+    def heappop(heap: list[Any]) -> Any:
+        nonlocal popped
+        popped += 1
+        return real_heappop(heap)
+
+    real_heappop = heapq.heappop
+    monkeypatch.setattr(heapq, "heappop", heappop)
     for index in range(0, 1000, 100):
+        popped = 0
         bench.pass_time(100)
-        assert len(bench.cache.retention.leases) == 900 - index
-    assert bench.cache.num_held_blocks == 0
+        assert len(cache.retention.leases) == 900 - index
+        assert min((lease.ttl_s or 0 for lease in cache.retention.leases), default=1000) >= 100 + index
+        assert popped == 100  # those that ran out, and no others
+    assert cache.num_held_blocks == 0

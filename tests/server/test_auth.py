@@ -5,6 +5,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.server.auth import ApiKeys
 from pagoda.server.errors import HttpError
@@ -73,6 +74,17 @@ def test_toml_file(tmp_path: Path) -> None:
     assert [keys.namespace(f"Bearer k{i}") for i in (1, 2, 3)] == ["acme", "acme", "bolt"]
 
 
+def test_toml_file_with_what_tenants_get(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        '[keys]\nacme = "k1"\nbolt = "k2"\n[tenants.acme]\nguaranteed = 0.25\nweight = 2\nclass = "interactive"\n'
+        'lease_budget = "2MiB"\n[tenants.bolt]\nclass = "batch"\n'
+    )
+    specs = ApiKeys.load(path).specs
+    assert specs["acme"] == TenantSpec(Share(0.25, 2.0), ServiceClass.INTERACTIVE, 2 << 20)
+    assert specs["bolt"] == TenantSpec(service_class=ServiceClass.BATCH)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -85,6 +97,14 @@ def test_toml_file(tmp_path: Path) -> None:
         ("keys.toml", "[keys]\nacme = 3", "acme must be a string"),
         ("keys.toml", '[keys]\nacme = ""', "ASCII"),
         ("keys.toml", '[keys]\na = "k"\nb = "k"', "twice"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.b]\nweight = 2', "'b' has no key"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nwieght = 2', "'a': wieght is not known"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nguaranteed = 2', "between 0 and 1"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nweight = "2"', "must be a number"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nclass = "gold"', "interactive, standard, batch"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nlease_budget = true', "must be bytes"),
+        ("keys.toml", '[keys]\na = "k"\n[tenants.a]\nlease_budget = "many"', "many"),
+        ("keys.toml", 'tenants = 3\n[keys]\na = "k"', "must be tables"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -1,7 +1,8 @@
 """Eviction policies: which evictable leaf of the tree goes next. Each serves one tree; `make_policy` makes one by name.
 
-    keys.py       LRU, FIFO, LFU, GDSF, Priority: sort keys of a few lines
+    keys.py       LRU, FIFO, LFU, GDSF: sort keys of a few lines
     segmented.py  SLRU, S3-FIFO: two queues
+    queues.py     Queues: one policy's order apart by share and by priority
     reuse.py      ReuseRate, the default: learns who comes back, and when
 
 Other packages add policies under the entry-point group `pagoda.eviction_policies`: a name and a callable without
@@ -15,7 +16,8 @@ from importlib.metadata import entry_points
 
 from pagoda.errors import ConfigError
 from pagoda.kv.eviction.base import Evictable, EvictionPolicy, Policy, SortKey
-from pagoda.kv.eviction.keys import FIFO, GDSF, LFU, LRU, Priority
+from pagoda.kv.eviction.keys import FIFO, GDSF, LFU, LRU
+from pagoda.kv.eviction.queues import DEFAULT_PRIORITY, Queues
 from pagoda.kv.eviction.reuse import ReuseRate
 from pagoda.kv.eviction.segmented import S3FIFO, SLRU
 
@@ -51,6 +53,7 @@ def make_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
 
 __all__ = [
     "DEFAULT_POLICY",
+    "DEFAULT_PRIORITY",
     "FIFO",
     "GDSF",
     "LFU",
@@ -61,7 +64,7 @@ __all__ = [
     "Evictable",
     "EvictionPolicy",
     "Policy",
-    "Priority",
+    "Queues",
     "ReuseRate",
     "SortKey",
     "make_policy",

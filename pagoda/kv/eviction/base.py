@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from pagoda.errors import ConfigError
 
 
 class Evictable(Protocol):
-    """What a policy may look at. Times are ticks of the tree's clock, one per lookup or insertion."""
+    """What a policy may look at; equal to itself only. Times are the tree's ticks, one per lookup or insertion."""
 
     tokens: npt.NDArray[np.integer]
     depth: int  # tokens before this node on its path
@@ -29,6 +29,8 @@ class Evictable(Protocol):
     num_hits: int
     queued: bool  # the policy's: whether it has the leaf among its candidates
     note: float  # the policy's: nothing else reads it, and both parts of a split node keep it
+    account: int  # whose share it is charged to
+    priority: int  # 0 to 100; lower ones go first
 
     @property
     def parent(self) -> Evictable | None:
@@ -45,6 +47,9 @@ class EvictionPolicy(Protocol):
             ConfigError: it serves another.
         """
 
+    def sibling(self) -> EvictionPolicy:
+        """Another of this kind for other leaves of the same tree; it may share what this one learned."""
+
     def offer(self, leaf: Evictable) -> None:
         """Make a leaf a candidate; called again for one that already is when another request lets go of it."""
 
@@ -53,6 +58,9 @@ class EvictionPolicy(Protocol):
 
         It may be stale: hit, taken hold of, or no leaf since it was offered. The tree checks that.
         """
+
+    def discard(self, leaf: Evictable) -> None:
+        """Take a leaf out of the candidates, wherever it stands; nothing if it is none."""
 
     def tail(self, leaf: Evictable) -> int:
         """How many tokens at the end of a leaf just taken may go before it is offered again; at least one."""
@@ -78,6 +86,12 @@ class Policy:
             raise ConfigError("an eviction policy serves one tree; make another for another tree")
         self.block_size = block_size
 
+    def sibling(self) -> Self:
+        """One that has learned nothing yet."""
+        other = type(self)()
+        other.bind(self.block_size)
+        return other
+
     def tail(self, leaf: Evictable) -> int:
         """All of it."""
         return leaf.tokens.size
@@ -101,10 +115,11 @@ class SortKey(Policy):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Evictable]] = []
+        self._entry: dict[Evictable, int] = {}  # which of its entries in the heap counts; the others are stale
         self._order = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entry)
 
     def key(self, leaf: Evictable) -> float:
         """The sort key; it may grow while the leaf is in the tree, never shrink."""
@@ -114,17 +129,30 @@ class SortKey(Policy):
         """Put a leaf into the heap, unless it is there."""
         if not leaf.queued:
             leaf.queued = True
-            heapq.heappush(self._heap, (self.key(leaf), next(self._order), leaf))
+            order = self._entry[leaf] = next(self._order)
+            heapq.heappush(self._heap, (self.key(leaf), order, leaf))
 
     def take(self) -> Evictable | None:
         """Take out the leaf with the smallest key."""
         while self._heap:
-            key, _, leaf = self._heap[0]
+            key, order, leaf = self._heap[0]
+            if self._entry.get(leaf) != order:
+                heapq.heappop(self._heap)
+                continue
             current = self.key(leaf)
             if current > key:
-                heapq.heapreplace(self._heap, (current, next(self._order), leaf))
+                order = self._entry[leaf] = next(self._order)
+                heapq.heapreplace(self._heap, (current, order, leaf))
                 continue
             heapq.heappop(self._heap)
-            leaf.queued = False
+            self.discard(leaf)
             return leaf
         return None
+
+    def discard(self, leaf: Evictable) -> None:
+        """Leave its entry behind, stale."""
+        if self._entry.pop(leaf, None) is not None:
+            leaf.queued = False
+            if len(self._heap) > 2 * len(self._entry) + 64:
+                self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
+                heapq.heapify(self._heap)

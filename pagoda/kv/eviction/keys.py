@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pagoda.kv.eviction.base import Evictable, SortKey
 
 # Computing a token costs `a + b * depth` operations: weights, and attention over what precedes it. The two are equal at
@@ -25,22 +23,6 @@ class FIFO(SortKey):
     def key(self, leaf: Evictable) -> float:
         """The tick of its insertion."""
         return leaf.created
-
-
-class Priority(SortKey):
-    """Lowest priority first, and among equals the least recently used (as TensorRT-LLM's retention priorities).
-
-    Args:
-        priority_of: a leaf's priority, 0 to 100; it must not fall while the leaf is in the tree.
-    """
-
-    def __init__(self, priority_of: Callable[[Evictable], int]) -> None:
-        super().__init__()
-        self._priority_of = priority_of
-
-    def key(self, leaf: Evictable) -> float:
-        """Priority above the bits of any tick."""
-        return self._priority_of(leaf) * 2.0**44 + leaf.last_access
 
 
 class LFU(SortKey):

@@ -72,9 +72,13 @@ class ReuseRate(Policy):
         if worst is None or lru is None:
             return None
         leaf = worst[1] if worst[0] < CLEARLY_WORSE * lru[0] else lru[1]
-        del self._entry[leaf]
-        leaf.queued = False
+        self.discard(leaf)
         return leaf
+
+    def discard(self, leaf: Evictable) -> None:
+        """Leave its entries behind, stale."""
+        if self._entry.pop(leaf, None) is not None:
+            leaf.queued = False
 
     def _top(self, heap: list[tuple[int, int, Evictable]]) -> Evictable | None:
         while heap:

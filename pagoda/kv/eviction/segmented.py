@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from pagoda.kv.eviction.base import Evictable, Policy
 from pagoda.kv.eviction.keys import LRU
@@ -35,6 +35,11 @@ class SLRU(Policy):
             self._protected.offer(leaf)  # it was hit while it waited
         return self._protected.take()
 
+    def discard(self, leaf: Evictable) -> None:
+        """Take a leaf out of its segment."""
+        self._probation.discard(leaf)
+        self._protected.discard(leaf)
+
 
 class S3FIFO(Policy):
     """Three static FIFO queues (Yang et al., SOSP 2023): small, main, and a ghost of what left small.
@@ -44,34 +49,40 @@ class S3FIFO(Policy):
     """
 
     def __init__(self) -> None:
-        self._small: deque[Evictable] = deque()
-        self._main: deque[Evictable] = deque()
+        self._small: OrderedDict[Evictable, None] = OrderedDict()
+        self._main: OrderedDict[Evictable, None] = OrderedDict()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
     def offer(self, leaf: Evictable) -> None:
         """Queue a leaf, unless it is queued. Its note is the credit it has: hits since it was last looked at."""
         if not leaf.queued:
             leaf.queued = True
-            (self._main if leaf.note else self._small).append(leaf)
+            (self._main if leaf.note else self._small)[leaf] = None
 
     def take(self) -> Evictable | None:
         """Take from small while it is over its share, else from main."""
         while self._small or self._main:
             if len(self._small) > SMALL_SHARE * (len(self._small) + len(self._main)) or not self._main:
-                leaf = self._small.popleft()
+                leaf, _ = self._small.popitem(last=False)
                 if not leaf.note:
                     break
-                self._main.append(leaf)
+                self._main[leaf] = None
             else:
-                leaf = self._main.popleft()
+                leaf, _ = self._main.popitem(last=False)
                 if not leaf.note:
                     break
                 leaf.note -= 1
-                self._main.append(leaf)
+                self._main[leaf] = None
         else:
             return None
         leaf.queued = False
         return leaf
+
+    def discard(self, leaf: Evictable) -> None:
+        """Take a leaf out of its queue."""
+        if leaf.queued:
+            leaf.queued = False
+            (self._small if leaf in self._small else self._main).pop(leaf)
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """Give credit to what was here before."""

@@ -101,8 +101,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     """
     outputs = merge(
         [
-            served.stream(
-                request,
+            served.engine.stream(
                 job.prompt,
                 job.params,
                 request_id=job.id,
@@ -127,7 +126,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
                 completion.add(delta)
         if output is None or completion.finish_reason is FinishReason.ABORT:
             raise RequestAborted("The request was aborted: the server is shutting down.")
-        content = [{"type": "text", "text": completion.text}] if completion.text else []
+        content = [{"type": "text", "text": completion.text}]
         return {**_message(job, output, content), **_ending(completion)}
 
     return JSONResponse(await until_disconnect(request.receive, collect()), headers=headers)

@@ -1,0 +1,69 @@
+"""TenantSpec: what an operator grants a tenant. Tenants are named by `Scope.namespace`, and so by API keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pagoda.errors import ConfigError
+from pagoda.kv.sizes import parse_size
+from pagoda.kv.tenants import Share as Share
+
+
+class ServiceClass(StrEnum):
+    """Whose requests go first: interactive before standard before batch. A tenant without one is standard."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+    @property
+    def rank(self) -> int:
+        """0 is first."""
+        return list(ServiceClass).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSpec:
+    """What a tenant gets.
+
+    Attributes:
+        share: of the KV pool.
+        service_class: its place in the queue.
+        lease_bytes: most KV bytes that its leases and pins may hold; None leaves the engine's bound alone.
+
+    Raises:
+        ConfigError: a negative budget.
+    """
+
+    share: Share = field(default_factory=Share)
+    service_class: ServiceClass = ServiceClass.STANDARD
+    lease_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.lease_bytes is not None and self.lease_bytes < 0:
+            raise ConfigError(f"a lease budget has 0 bytes or more, got {self.lease_bytes}")
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, object]) -> TenantSpec:
+        """Read `guaranteed` and `weight` (numbers), `class` and `lease_budget` (bytes, or such as "2GiB").
+
+        Raises:
+            ConfigError: an unknown name, or a value that is none of these.
+        """
+        if unknown := table.keys() - {"guaranteed", "weight", "class", "lease_budget"}:
+            raise ConfigError(f"{sorted(unknown)[0]} is not known; there are guaranteed, weight, class, lease_budget")
+        numbers = {}
+        for name in ("guaranteed", "weight"):
+            value = table.get(name, getattr(Share(), name))
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ConfigError(f"{name} must be a number, got {value!r}")
+            numbers[name] = float(value)
+        named = table.get("class", ServiceClass.STANDARD)
+        if named not in list(ServiceClass):
+            raise ConfigError(f"class must be one of {', '.join(ServiceClass)}, got {named!r}")
+        budget = table.get("lease_budget")
+        if budget is not None and (not isinstance(budget, int | str) or isinstance(budget, bool)):
+            raise ConfigError(f"lease_budget must be bytes, or such as '2GiB', got {budget!r}")
+        return cls(Share(**numbers), ServiceClass(str(named)), None if budget is None else parse_size(budget))

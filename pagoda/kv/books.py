@@ -1,0 +1,344 @@
+"""Books: which blocks there are, what each holds, and what goes when room is needed.
+
+    free     no request has it             num_free_blocks    ─┐
+    cached   only the tree has it          num_cached_blocks   ├─ every block is in one of the three
+    held     leases or pins have it        num_held_blocks    ─┘
+
+They join the allocator and the tree, and know requests only as leases, whose blocks count as held. A KVCache is these
+books and the life of a lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from pagoda.errors import InvariantError, OutOfBlocks
+from pagoda.kv.allocator import Allocator, BlockIds
+from pagoda.kv.block_table import BlockTable
+from pagoda.kv.computing import Computing, PendingPrefix
+from pagoda.kv.eviction import LRU, EvictionPolicy
+from pagoda.kv.keys import Scope
+from pagoda.kv.layout import KVLayout
+from pagoda.kv.lease import Lease
+from pagoda.kv.observe import Eviction, MissLog
+from pagoda.kv.radix import RadixTree
+from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray
+from pagoda.kv.retention import PinnedPrefix, Retained, Retention
+from pagoda.kv.tenants import Share, Tenant, Tenants
+
+
+class BlockCopier(Protocol):
+    """What the cache needs of a pool."""
+
+    num_blocks: int
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the bytes of a block."""
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the start."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_copied_blocks: int = 0
+    num_restored_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A known prefix: its length, how many blocks hold it, and how many of those no lease holds yet."""
+
+    num_tokens: int
+    num_blocks: int
+    num_idle_blocks: int
+
+
+class Books:
+    """The state of every block of a pool. Not thread-safe: the engine's thread owns it.
+
+    Args:
+        layout: the model's KV layout.
+        pool: where the bytes are; anything that can copy a block.
+        policy: the order of eviction, for this cache alone; LRU when None.
+        clock: seconds, for the ends of leases with a time to live.
+        shares: of the pool, by namespace; others are in the commons.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: BlockCopier,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        shares: Mapping[str, Share] = MappingProxyType({}),
+    ) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.stats = CacheStats()
+        self._pool = pool
+        # A window keeps at least one whole block behind it, so that the last committed block is always held.
+        self._windows = tuple(
+            None if group.window is None else max(group.window, layout.block_size + 1) for group in layout.groups
+        )
+        self._anchor = self._windows.index(None) if None in self._windows else 0  # the group that keeps most of a hit
+        self._allocator = Allocator(pool.num_blocks)
+        self.tenants = Tenants(self._allocator, shares, slack=len(self._windows) - 1)
+        self._tree = RadixTree(
+            layout.block_size, self._windows, pool.num_blocks, policy, lambda scope: self._tenant(scope).account
+        )
+        self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
+        self._computing = Computing(layout.block_size)
+        self._leases: set[Lease] = set()
+        self.retention = Retention(self, clock)
+        self.misses = MissLog(self._tree, pool.num_blocks)
+        self._policy_name = type(policy or LRU()).__name__
+        self._clock = clock
+
+    # -- counts and lookups ------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._allocator.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self._allocator.num_free
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that requests or retained prefixes hold."""
+        return self._allocator.num_held
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that only the tree has: they may be evicted."""
+        return self._allocator.num_cached
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that a reserve could get: free or evictable."""
+        return self._allocator.num_free + self._allocator.num_cached
+
+    def num_available_to(self, scope: Scope) -> int:
+        """Blocks that a reserve of this scope could get: free, or evictable before its tenant."""
+        return self._allocator.num_free + self.tenants.num_evictable(scope.namespace)
+
+    def lookup(self, tokens: TokenArray, scope: Scope) -> Hit:
+        """What `acquire` would find now. Mutates nothing."""
+        return self._hit(self._tree.match(tokens[:-1], scope))
+
+    def _hit(self, match: Match) -> Hit:
+        ids = match.blocks[match.blocks != ABSENT]
+        num_idle = ids.size - int(np.count_nonzero(self._allocator.held(ids)))
+        return Hit(match.num_tokens, int(ids.size), num_idle)
+
+    def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
+        """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none."""
+        return self._computing.find(tokens, scope, num_hit_tokens)
+
+    def peak_blocks(self, num_tokens: int, step_tokens: int, num_forks: int = 1, num_shared_tokens: int = 0) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once, with at most `step_tokens` added in a step.
+
+        Or that `num_forks` of such sequences hold together, which have their first `num_shared_tokens` in common.
+        """
+        whole = -(-num_tokens // self.block_size)
+        shared = num_shared_tokens // self.block_size
+        return sum(
+            shared + num_forks * (whole - shared)
+            if window is None
+            else num_forks * min(whole, -(-(window + step_tokens) // self.block_size) + 1)
+            for window in self._windows
+        )
+
+    # -- holding prefixes --------------------------------------------------------------------------------------------
+
+    def pin(self, tokens: TokenArray, scope: Scope) -> PinnedPrefix | None:
+        """Hold the known whole blocks of a prefix, to which nobody appends; None if there is none. See Retention."""
+        full = tokens.size // self.block_size
+        while (found := self._tree.match(tokens[: full * self.block_size], scope)).num_tokens < full * self.block_size:
+            full = found.num_tokens // self.block_size  # shorter than the hit, it may look back on other window blocks
+        if not full:
+            return None
+        num_tokens = full * self.block_size
+        tables = [self._pin(row, window, num_tokens) for row, window in zip(found.blocks, self._windows, strict=True)]
+        blocks = np.concatenate([table.held for table in tables])
+        return PinnedPrefix(num_tokens, blocks, int(found.blocks[0, -1]), int(found.blocks[self._anchor, -1]))
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Let go of a pinned prefix."""
+        self._allocator.release(pinned.blocks)
+        self._offer(pinned.last_block)
+
+    def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
+        """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
+        table = BlockTable(self.block_size, row)
+        table.slide(min(self._first_needed(window, num_tokens), row.size))
+        self._allocator.retain(table.held)
+        return table
+
+    def _first_needed(self, window: int | None, num_tokens: int) -> int:
+        """The first block that the token at position `num_tokens` still reads."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
+    # -- making room -------------------------------------------------------------------------------------------------
+
+    def _tenant(self, scope: Scope) -> Tenant:
+        return self.tenants.of(scope.namespace)
+
+    def _allocate(self, count: int, scope: Scope) -> BlockIds:
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            self.retention.expire()
+        if missing > self.tenants.num_evictable(scope.namespace):
+            raise OutOfBlocks(count, self.num_available_to(scope))
+        if missing > 0:
+            self.evict(missing, scope.namespace)
+        return self._allocator.allocate(count, self._tenant(scope).index)
+
+    def evict(self, count: int, taker: str | None = None) -> int:
+        """Free at least `count` cached blocks, or all that may go; returns how many.
+
+        Args:
+            taker: for which namespace; None for the operator, before whom no share is guaranteed.
+        """
+        freed, unable = 0, set[int]()
+        while freed < count and (plan := self.tenants.plan(count - freed, taker, unable)):
+            for account, share in plan:
+                num_evicted = self._evict_from(account, share)
+                freed += num_evicted
+                if num_evicted < share:
+                    unable.add(account)
+        return freed
+
+    def _evict_from(self, account: int, count: int) -> int:
+        ids = self._tree.evict(count, self._allocator.held, account)
+        self._on_evict(ids)
+        self._note_evicted(ids)
+        self._allocator.leave_tree(ids)
+        self.stats.num_evicted_blocks += ids.size
+        return int(ids.size)
+
+    def _note_evicted(self, ids: BlockIds) -> None:
+        self.tenants.note_evicted(ids)
+        lapsed_at = self.retention.lapsed_at[ids]
+        self.retention.lapsed_at[ids] = 0
+        books = self._policy_name, int(ids.size), self.num_held_blocks, self.retention.num_blocks
+        for moment in set(lapsed_at.tolist()):
+            eviction = Eviction(self._clock(), *books, lease_expired_at=moment or None)
+            self.misses.on_evict(ids[lapsed_at == moment], eviction)
+
+    def _on_evict(self, ids: BlockIds) -> None:
+        """Blocks are about to be freed; their bytes are still there."""
+
+    def _offer(self, block_id: int | None) -> None:
+        if block_id is not None and self._allocator.in_tree(block_id):
+            self._tree.offer(block_id)
+
+    # -- forgetting --------------------------------------------------------------------------------------------------
+
+    def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
+        """Make what is cached unreachable, leased or in use or not; returns how many blocks that took from the tree.
+
+        Blocks that nobody holds are free at once, the others when the requests that hold them end; such a request
+        goes on, for itself alone. Leases on purged blocks end.
+
+        Args:
+            where: a scope, or a namespace: all its scopes.
+            prefix: only what begins with these tokens, and the blocks before it that nothing else continues and no
+                other lease has. All when None.
+        """
+        scopes = [where] if isinstance(where, Scope) else [s for s in self._tree.scopes() if s.namespace == where]
+        tokens = np.empty(0, dtype=np.int32) if prefix is None else prefix
+        gone = [self._purge_subtree(*spot) for scope in scopes for spot in self._tree.subtrees(scope, tokens)]
+        for lease in self._leases:
+            inside = lease.scope == where if isinstance(where, Scope) else lease.scope.namespace == where
+            if inside and np.array_equal(lease.prompt[: tokens.size], tokens):
+                self._detach(lease)
+        return sum(gone)
+
+    def purge_lease(self, lease: Retained) -> int:
+        """Purge what a lease keeps, and all that continues it; nothing if it has ended. Returns as `purge`."""
+        if lease.released:
+            return 0
+        _, tokens = self._tree.prefix_of(lease.pinned.last_block)
+        return self.purge(lease.scope, tokens)
+
+    def _purge_subtree(self, node: Node, at: int) -> int:
+        count = self._forget(self._tree.cut(node, at))
+        above = node if at else node.parent
+        while above is not None and above.parent is not None and not above.children:
+            leased = np.flatnonzero(self.retention.is_leased(above.blocks).any(axis=0))
+            kept = int(leased[-1]) + 1 if leased.size else 0
+            count += self._forget(self._tree.cut(above, kept * self.block_size))
+            above = None if kept else above.parent
+        return count
+
+    def _forget(self, ids: BlockIds) -> int:
+        """Let go of blocks that were cut out of the tree."""
+        self._on_purge(ids)
+        gone = np.zeros(self.num_blocks, dtype=np.bool_)
+        gone[ids] = True
+        for lease in self._leases:
+            if any(gone[table.held].any() for table in lease.tables):
+                self._detach(lease)
+        self._allocator.leave_tree(ids)
+        self.retention.end_on(gone)
+        return int(ids.size)
+
+    def _detach(self, lease: Lease) -> None:
+        """From now on a lease's blocks are its own."""
+        lease.is_detached = True
+        self._computing.remove(lease)
+        if lease.owns_tail:
+            lease.owns_tail = False
+            self._tail_owners.discard(int(lease.tables[0].ids[lease.num_committed_blocks]))
+
+    def _on_purge(self, ids: BlockIds) -> None:
+        """Blocks were purged: nothing may find them again."""
+
+    # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def blocks_by_namespace(self) -> Counter[str]:
+        """Blocks in the tree of each namespace. O(nodes)."""
+        counts: Counter[str] = Counter()
+        for scope in self._tree.scopes():
+            counts[scope.namespace] += self._tree.num_blocks(scope)
+        return counts
+
+    def clear(self) -> int:
+        """Evict everything that no lease holds; returns how many blocks that freed."""
+        return self.evict(self._allocator.num_cached)
+
+    def check(self) -> None:
+        """Verify conservation: every block is free, held or cached, and every reference has an owner. O(blocks).
+
+        Raises:
+            InvariantError: what is broken.
+        """
+        self._allocator.check()
+        self._tree.check(self._allocator.held)
+        refs = np.zeros(self.num_blocks, dtype=np.int64)
+        for lease in self._leases:
+            for table in lease.tables:
+                np.add.at(refs, table.held, 1)
+        for retained in self.retention.leases:
+            refs[retained.pinned.blocks] += 1
+        if not np.array_equal(refs, self._allocator.ref_counts()):
+            raise InvariantError("reference counts and leases disagree")
+        if not np.array_equal(np.sort(self._tree.block_ids()), self._allocator.ids_in_tree()):
+            raise InvariantError("the tree and the allocator disagree on what is in the tree")
+        tails = {int(lease.tables[0].ids[lease.num_committed_blocks]) for lease in self._leases if lease.owns_tail}
+        if tails != self._tail_owners:
+            raise InvariantError("append rights and leases disagree")
