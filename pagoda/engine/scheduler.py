@@ -102,10 +102,15 @@ class Scheduler:
             if not plan and self.running and self.waiting and not self._cache.is_restoring:
                 # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
                 self._preempt(max(self.running, key=self._newest))
-        return [
+        rows = [
             Rows(sample, sample.running_lease.num_computed_tokens, sample.running_lease.num_computed_tokens + count)
             for sample, count in plan.items()
         ]
+        return sorted(rows, key=self._known_blocks)
+
+    def _known_blocks(self, rows: Rows) -> bytes:
+        """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
+        return rows.sample.running_lease.tables[0].ids[: rows.start // self._cache.block_size].tobytes()
 
     def _plan(self, sample: Sample, count: int, plan: dict[Sample, int]) -> None:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""

@@ -145,8 +145,8 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         raise TypeError(f"{len(states)} sampler states for {len(logits)} rows of logits")
     if not states:
         return []
-    best_values, best_ids = logits.max(dim=-1)  # A NaN anywhere in a row is its maximum.
-    healthy = best_values.isfinite().tolist()
+    best_ids = _argmax(logits)  # a NaN anywhere in a row is its maximum
+    healthy = logits.gather(-1, best_ids[:, None])[:, 0].isfinite().tolist()
     chosen = best_ids
     others = [
         row
@@ -162,6 +162,13 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         else ModelError(_NOT_FINITE)
         for row, token in enumerate(chosen.tolist())
     ]
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest in each row. On a CPU by numpy: torch's does not use vectors, and took 5% of a decode step."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def likeliest(logits: torch.Tensor, count: int) -> list[Sequence[tuple[int, float]] | ModelError]:
