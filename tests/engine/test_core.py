@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import FinishReason
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.scheduler import Rows
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
 from tests.engine.fakes import EOS, VOCAB, FakeTokenizer, expected_output, make_core, random_load, run
@@ -65,6 +67,23 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     # 40 shared tokens once; each request then its own token and the two tokens it feeds back.
     assert runner.num_computed == 40 + 6 * 3
     assert_idle(core)
+
+
+def test_requests_behind_one_prefix_are_neighbours_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, runner = make_core(num_blocks=200, token_budget=64)
+    prefixes = {"a": prompt(3, 24), "b": prompt(4, 24)}
+    for i in range(6):
+        core.add(f"{'ab'[i % 2]}{i}", prefixes["ab"[i % 2]] + prompt(10 + i, 3), greedy(6))
+    batches: list[str] = []
+    execute = runner.execute
+
+    def noting(plan: list[Rows]) -> torch.Tensor:
+        batches.append("".join(rows.sample.request.request_id[0] for rows in plan))
+        return execute(plan)
+
+    monkeypatch.setattr(runner, "execute", noting)
+    run(core)
+    assert batches[-1] in ("aaabbb", "bbbaaa")
 
 
 def test_waiters_go_on_when_the_computing_request_is_aborted() -> None:
