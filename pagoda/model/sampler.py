@@ -165,7 +165,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of the largest in each row. On a CPU by numpy: torch's does not use vectors, and took 5% of a decode step."""
+    """Index of each row's largest. On a CPU by numpy: torch's has no vectors there, and took 5% of a decode step."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
