@@ -98,12 +98,23 @@ def serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="What tokens cost, for `pagoda usage`: TOML.", rich_help_panel=_ACCESS)
+    ] = None,
+    usage_file: Annotated[
+        Path | None,
+        typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
+    ] = None,
     config: Config = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
+    from pagoda.server.ledger import Ledger
+    from pagoda.server.prices import Prices
     from pagoda.server.run import bind
 
     keys = _api_keys(api_key, api_keys_file)
+    table = Prices() if prices is None else Prices.load(prices)
+    ledger = Ledger(usage_file)
     with bind(host, port) as sock:
         engine = options.load_engine(
             model,
@@ -127,7 +138,14 @@ def serve(
 
         names = tuple(served_model_name or (engine.model_name,))
         _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
-        app = create_app(options.as_async(engine), api_keys=keys, admin_key=admin_key, served_model_names=names)
+        app = create_app(
+            options.as_async(engine),
+            api_keys=keys,
+            admin_key=admin_key,
+            served_model_names=names,
+            prices=table,
+            ledger=ledger,
+        )
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
         for number in (signal.SIGINT, signal.SIGTERM):

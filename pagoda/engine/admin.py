@@ -14,10 +14,11 @@ from pagoda.kv.retention import Retained
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """A lease; a pin has no `ttl_s`, and never ends."""
+    """A lease; a pin has no `ttl_s`, and never ends. A `name` says what it belongs to."""
 
     id: str
     tenant: str
+    name: str
     num_tokens: int
     num_blocks: int
     ttl_s: float | None
@@ -48,6 +49,17 @@ class CacheAdmin:
         """The leases of a tenant, or all; the oldest first."""
         return [_info(lease) for lease in self._cache.retention.leases if tenant in (None, lease.owner)]
 
+    def check_room(self, tokens: Sequence[int], scope: Scope) -> None:
+        """Whether a lease on a prefix could be granted now, before it is computed for it.
+
+        Raises:
+            LeaseRefused: it would not fit the lease budget.
+        """
+        cache, prefix = self._cache, as_tokens(tokens)
+        whole = prefix[: prefix.size // cache.block_size * cache.block_size]
+        missing = cache.peak_blocks(whole.size, 0) - cache.lookup(prefix, scope).num_blocks
+        cache.retention.check_room(max(0, missing), scope.namespace)
+
     def pin(self, tokens: Sequence[int], scope: Scope) -> LeaseInfo:
         """Keep the cached whole blocks of a prefix until its lease is ended.
 
@@ -65,6 +77,24 @@ class CacheAdmin:
         self._cache.retention.release(lease)
         return True
 
+    def named(self, tenant: str) -> dict[str, LeaseInfo]:
+        """A tenant's leases that have a name."""
+        return {lease.name: lease for lease in self.leases(tenant) if lease.name}
+
+    def end_named(self, tenant: str, name: str) -> None:
+        """End a tenant's lease of a name, if there is one."""
+        for lease in self._named(tenant, name):
+            self._cache.retention.release(lease)
+
+    def postpone(self, tenant: str, name: str, ttl_s: float) -> None:
+        """Let a tenant's lease of a name end `ttl_s` seconds from now, if there is one."""
+        self._cache.retention.expire()
+        for lease in self._named(tenant, name):
+            self._cache.retention.postpone(lease, ttl_s)
+
+    def _named(self, tenant: str, name: str) -> list[Retained]:
+        return [lease for lease in self._cache.retention.leases if (lease.owner, lease.name) == (tenant, name)]
+
     def clear(self) -> int:
         """Evict all that no request and no lease holds; returns how many blocks that freed."""
         return self._cache.clear()
@@ -72,4 +102,6 @@ class CacheAdmin:
 
 def _info(lease: Retained) -> LeaseInfo:
     remaining = None if lease.ttl_s is None else max(0.0, lease.expires_at - time.monotonic())
-    return LeaseInfo(lease.id, lease.owner, lease.num_tokens, lease.pinned.blocks.size, lease.ttl_s, remaining)
+    return LeaseInfo(
+        lease.id, lease.owner, lease.name, lease.num_tokens, lease.pinned.blocks.size, lease.ttl_s, remaining
+    )

@@ -210,11 +210,11 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self._core.has_work:
-                    self._publish(self._core.step())
-                else:
+                outputs = self._core.step() if self._core.has_work else []
+                if not outputs:
                     self._core.cache.retention.expire()
-                self._stats = self._snapshot()
+                self._stats = self._snapshot()  # first, so that whoever has an output sees the state it came from
+                self._publish(outputs)
         except BaseException:
             logger.exception("the engine stopped after an error")
             raise

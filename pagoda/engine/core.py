@@ -276,7 +276,7 @@ class EngineCore:
             prefix = request.prompt[: spec.num_tokens]
             try:
                 kept = self.cache.retention.retain(
-                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace
+                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace, name=spec.name
                 )
             except LeaseRefused as error:
                 request.outcomes.append(LeaseOutcome(spec, 0, str(error)))
@@ -303,14 +303,16 @@ class EngineCore:
             self.explanations.popitem(last=False)
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Choose the next tokens."""
+        """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
+        done = [each for each in samples if not each.request.max_tokens]
         searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
-        if not searching:
+        if not done and not searching:
             return self._sample(samples, logits)
-        drawing = [row for row, each in enumerate(samples) if each.request.beams is None]
+        drawing = [row for row, each in enumerate(samples) if each.request.beams is None and each not in done]
         return [
+            *(self._end(each.request, FinishReason.LENGTH) for each in done),
             *self._search([samples[row] for row in searching], logits[searching]),
-            *self._sample([samples[row] for row in drawing], logits[drawing]),
+            *(self._sample([samples[row] for row in drawing], logits[drawing]) if drawing else ()),
         ]
 
     def _search(self, beams: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:

@@ -30,12 +30,15 @@ _DRAWING: Mapping[str, object] = {
 class LeaseSpec:
     """A wish that the first `num_tokens` of a prompt stay cached for `ttl_s` seconds, and again as long at every hit.
 
+    With a `name` it is a lease of its own, which hits do not prolong.
+
     Raises:
         InvalidRequest: either is not positive.
     """
 
     num_tokens: int
     ttl_s: float
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or not 0 < self.ttl_s < math.inf:
@@ -74,9 +77,10 @@ class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings follow vLLM's and OpenAI's.
 
     `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch those filters off. `max_tokens=None` means up
-    to the model's context. `logprobs=None` asks for none, `0` for the chosen token's alone, `k` for the `k` likeliest
-    as well. `best_of` draws more samples than `n` and returns those of the highest mean log-probability, at the end.
-    `beam` searches instead of drawing: then nothing that shapes a draw may be set, and `n` of its beams are returned.
+    to the model's context; 0 computes the prompt, so that it is cached, and generates nothing. `logprobs=None` asks
+    for none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than
+    `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
+    nothing that shapes a draw may be set, and `n` of its beams are returned.
 
     Raises:
         InvalidRequest: a field is out of range, or does not go with another; `param` names it.
@@ -116,7 +120,9 @@ class SamplingParams:
             "best_of",
             f"must be between n ({self.n}) and {MAX_SAMPLES}",
         )
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must be at least 0")
+        is_one = self.num_samples == 1 and self.beam is None
+        check(self.max_tokens != 0 or is_one, "n", "must be 1 where max_tokens is 0: nothing is generated")
         check(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
         check(self.top_k >= 0, "top_k", "must be 0 (off) or more")
         check(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")

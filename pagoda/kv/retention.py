@@ -3,6 +3,7 @@
     retain(prefix, ttl)   pin its blocks, as a request does ──> Retained; or LeaseRefused, with the reason
     refresh(hit)          whoever hits a leased prefix starts its time anew
     expire()              let go of what ran out: O(log n) each
+    postpone(retained)    end at another time
     release(retained)     let go early
 
 A leased block is a held block: eviction, conservation and what admission counts as available need nothing new. What is
@@ -70,12 +71,13 @@ class Pins(Protocol):
 class Retained:
     """A lease. Times are the clock's seconds; a pin has no `ttl_s` and an `expires_at` of infinity.
 
-    Attributes:
-        id: its name outside; who knows one cannot guess another.
+    One with a `name` was asked for by itself: it ends at its time whether it is hit or not. Outside a lease is known by
+    its `id`; who has one cannot guess another.
     """
 
     serial: int
     owner: str
+    name: str
     scope: Scope
     pinned: PinnedPrefix
     ttl_s: float | None
@@ -158,8 +160,8 @@ class Retention:
         """The lease of this id, if it has not ended."""
         return next((lease for lease in self.leases if lease.id == lease_id), None)
 
-    def retain(self, tokens: TokenArray, scope: Scope, *, ttl_s: float | None, owner: str) -> Retained:
-        """Lease the whole blocks that are known of a prefix; an owner's lease on the same prefix is prolonged.
+    def retain(self, tokens: TokenArray, scope: Scope, *, ttl_s: float | None, owner: str, name: str = "") -> Retained:
+        """Lease the whole blocks that are known of a prefix; an owner's lease of that name on it is prolonged.
 
         Raises:
             LeaseRefused: there is no whole block, or a bound would be exceeded; nothing changed.
@@ -172,9 +174,10 @@ class Retention:
                     f"only whole blocks of {self._pins.block_size} tokens can be leased, and this prefix of "
                     f"{tokens.size} tokens has none in the cache"
                 )
-            same = next((lease for lease in self._by_anchor.get(pinned.anchor, ()) if lease.owner == owner), None)
+            others = self._by_anchor.get(pinned.anchor, ())
+            same = next((lease for lease in others if (lease.owner, lease.name) == (owner, name)), None)
             if same is None:
-                return self._add(pinned, scope, ttl_s, owner)
+                return self._add(pinned, scope, ttl_s, owner, name)
         except LeaseRefused:
             self.num_refused += 1
             if pinned is not None:
@@ -184,11 +187,11 @@ class Retention:
         same.prolong(self._clock(), ttl_s)
         return same
 
-    def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str) -> Retained:
+    def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str, name: str) -> Retained:
         at = pinned.blocks.astype(np.intp)
         new = at[self._num_leases[at] == 0]
-        self._check_bounds(new.size, owner)
-        lease = Retained(next(self._serials), owner, scope, pinned, ttl_s, math.inf)
+        self.check_room(new.size, owner)
+        lease = Retained(next(self._serials), owner, name, scope, pinned, ttl_s, math.inf)
         if ttl_s is not None:
             lease.expires_at = self._clock() + ttl_s
             heapq.heappush(self._expiries, (lease.expires_at, lease.serial))
@@ -200,7 +203,13 @@ class Retention:
         self._charge(lease, new)
         return lease
 
-    def _check_bounds(self, num_new: int, owner: str) -> None:
+    def check_room(self, num_new: int, owner: str) -> None:
+        """Whether so many more blocks may be leased.
+
+        Raises:
+            LeaseRefused: a bound would be exceeded.
+        """
+        self.expire()
         if not self.limit_blocks:
             raise LeaseRefused(
                 "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
@@ -241,7 +250,15 @@ class Retention:
         now = self._clock()
         for block in blocks[self._is_anchor[blocks.astype(np.intp)]].tolist():
             for lease in self._by_anchor[block]:
-                lease.prolong(now, lease.ttl_s)
+                if not lease.name:
+                    lease.prolong(now, lease.ttl_s)
+
+    def postpone(self, lease: Retained, ttl_s: float) -> None:
+        """Let a lease end `ttl_s` seconds from now, be that later or sooner than before."""
+        lease.ttl_s, lease.expires_at = ttl_s, self._clock() + ttl_s
+        self._expiries = [entry for entry in self._expiries if entry[1] != lease.serial]
+        self._expiries.append((lease.expires_at, lease.serial))
+        heapq.heapify(self._expiries)
 
     def expire(self) -> None:
         """Let go of every lease whose time ran out."""

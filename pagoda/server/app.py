@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,15 +14,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pagoda import __version__
 from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
-from pagoda.server.auth import ApiKeys
+from pagoda.server.auth import ApiKeys, key_name
 from pagoda.server.backend import Backend
+from pagoda.server.caches import cache_router
 from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.explain import explain_router
+from pagoda.server.ledger import Account, Ledger
 from pagoda.server.metrics import Metrics
 from pagoda.server.openai import Served, openai_router
+from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
+from pagoda.server.usage import usage_router
 
 MAX_BODY_BYTES = 8 << 20
+SAVE_EVERY_S = 60.0
+logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
@@ -58,6 +65,8 @@ def create_app(
     api_keys: ApiKeys | None = None,
     admin_key: str | None = None,
     served_model_names: Sequence[str] = (),
+    prices: Prices = Prices(),
+    ledger: Ledger | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
 ) -> FastAPI:
@@ -67,39 +76,60 @@ def create_app(
         api_keys: who may call /v1, and as which tenant; without, everyone may and all share one namespace.
         admin_key: opens the operator's routes under /v1/kv; without, there are none.
         served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
+        prices: what tokens cost, for /v1/usage.
+        ledger: where the tokens behind it are counted.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
     """
     lifecycle = Lifecycle(engine, drain_s)
+    accounts = ledger or Ledger()
     metrics = Metrics(engine)
     engine.add_observer(metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await lifecycle.start()
+        saving = asyncio.create_task(_save_regularly(accounts))
         yield
         await lifecycle.begin_stop()
+        saving.cancel()
+        accounts.save(accounts.snapshot())
 
     async def admit(request: Request) -> None:
         if lifecycle.is_stopping:
             raise HttpError(503, "shutting_down", "The server is shutting down.")
         key = request.headers.get("x-api-key")  # how Anthropic's clients send it
         authorization = f"Bearer {key}" if key else request.headers.get("authorization")
-        request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
+        tenant = request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
+        request.state.account = Account(tenant, "" if api_keys is None else key_name(authorization))
 
     # No OpenAPI page: bodies are read by hand, so it would list no fields. docs/api.md does.
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
     install_handlers(app)
-    served = Served(engine, tuple(served_model_names) or (engine.model_name,))
-    routers = openai_router(served, max_body_bytes), anthropic_router(served, max_body_bytes), explain_router(engine)
-    for router in routers:
+    served = Served(engine, tuple(served_model_names) or (engine.model_name,), ledger=accounts)
+    for router in (
+        openai_router(served, max_body_bytes),
+        anthropic_router(served, max_body_bytes),
+        cache_router(served, max_body_bytes),
+        explain_router(engine),
+        lease_router(engine, admin_key),
+        usage_router(accounts, prices, admin_key),
+    ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
-    app.include_router(lease_router(engine, admin_key), prefix="/v1", dependencies=[Depends(admit)])
     if admin_key is not None:
         app.include_router(admin_router(engine, admin_key, max_body_bytes), prefix="/v1")
     app.include_router(_operations_router(engine, metrics))
     return app
+
+
+async def _save_regularly(ledger: Ledger) -> None:
+    while True:
+        await asyncio.sleep(SAVE_EVERY_S)
+        try:
+            await asyncio.to_thread(ledger.save, ledger.snapshot())
+        except OSError as error:
+            logger.warning("the usage file could not be written: %s", error)
 
 
 def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:

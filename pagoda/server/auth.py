@@ -93,6 +93,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
+def key_name(authorization: str | None) -> str:
+    """What the key of a header is called in reports: the start of its digest."""
+    return _digest((authorization or "").partition(" ")[2].strip()).hex()[:12]
+
+
 def _own_tenant(key: str) -> str:
     return "key-" + _digest(key).hex()[:16]
 

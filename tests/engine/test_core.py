@@ -259,3 +259,25 @@ def test_random_load_leaks_nothing() -> None:
     core, _ = make_core(num_blocks=40, token_budget=24, max_num_seqs=6, max_model_len=120)
     random_load(core, np.random.default_rng(0), num_steps=600, arrivals=0.3, max_tokens=40)
     assert_idle(core)
+
+
+def test_no_tokens_asked_for_computes_the_prompt_and_generates_nothing() -> None:
+    core, runner = make_core()
+    warm = prompt(7, 37)
+    core.add("warm", warm, greedy(0))
+    core.add("other", prompt(8, 9), greedy(4))
+    done = run(core)
+    assert done["warm"][0].token_ids == []
+    assert done["warm"][0].finish_reason is FinishReason.LENGTH
+    assert done["other"][0].token_ids == expected_output(prompt(8, 9), 4)
+    before = runner.num_computed
+    core.add("next", [*warm, 5, 6], greedy(1))
+    [output] = [output for output in core.step() if output.request_id == "next"]
+    assert output.usage.num_hit_tokens == len(warm)
+    assert runner.num_computed - before == 2
+    assert_idle(core)
+
+
+def test_no_tokens_of_several_samples_make_no_sense() -> None:
+    with pytest.raises(InvalidRequest, match="n must be 1"):
+        greedy(0, n=2)

@@ -32,8 +32,10 @@ class LeaseBench(Bench):
         self.cache = KVCache(layout(SIZE, windows), self.pool, clock=self.clock)
         self.cache.retention.limit_blocks = limit
 
-    def retain(self, tokens: np.ndarray, ttl_s: float | None = 10, owner: str = "a", scope: Scope = SCOPE) -> Retained:
-        lease = self.cache.retention.retain(tokens, scope, ttl_s=ttl_s, owner=owner)
+    def retain(
+        self, tokens: np.ndarray, ttl_s: float | None = 10, owner: str = "a", scope: Scope = SCOPE, name: str = ""
+    ) -> Retained:
+        lease = self.cache.retention.retain(tokens, scope, ttl_s=ttl_s, owner=owner, name=name)
         self.cache.check()
         return lease
 
@@ -236,6 +238,32 @@ def test_the_same_prefix_again_prolongs_the_lease() -> None:
     assert not lease.released
     bench.pass_time(0.2)
     assert lease.released
+
+
+def test_a_named_lease_stands_for_itself_and_hits_do_not_prolong_it() -> None:
+    bench = LeaseBench(limit=3)
+    bench.run(PROMPT)
+    plain, named = bench.retain(PREFIX, ttl_s=10), bench.retain(PREFIX, ttl_s=10, name="cache-1")
+    assert named is not plain
+    assert bench.cache.retention.num_blocks == 3
+    bench.pass_time(6)
+    bench.touch(PROMPT)
+    bench.pass_time(6)
+    assert named.released
+    assert not plain.released
+
+
+@pytest.mark.parametrize(("ttl_s", "lives"), [(3.0, 3.0), (60.0, 60.0)])
+def test_a_lease_may_be_moved_either_way(ttl_s: float, lives: float) -> None:
+    bench = LeaseBench()
+    bench.run(PROMPT)
+    lease = bench.retain(PREFIX, ttl_s=10, name="cache-1")
+    bench.cache.retention.postpone(lease, ttl_s)
+    bench.pass_time(lives - 0.1)
+    assert not lease.released
+    bench.pass_time(0.2)
+    assert lease.released
+    assert bench.cache.num_held_blocks == 0
 
 
 def test_a_pin_has_no_end() -> None:

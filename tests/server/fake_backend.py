@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from pagoda.engine.outputs import (
     Usage,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.errors import ContextTooLong, InvalidRequest, RequestAborted
+from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, RequestAborted
 from pagoda.kv.keys import Scope
 
 STORY = "once upon a time a pagoda kept every block it had ever seen. "
@@ -90,6 +90,26 @@ class FakeStats:
     num_leases_refused: int = 1
 
 
+class FakeAdmin:
+    """The leases of a FakeBackend."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+
+    def check_room(self, tokens: Sequence[int], scope: Scope) -> None:
+        if self._backend.no_room is not None:
+            raise LeaseRefused(self._backend.no_room)
+
+    def named(self, tenant: str) -> dict[str, float]:
+        return {name: ttl_s for (owner, name), ttl_s in self._backend.leases.items() if owner == tenant}
+
+    def end_named(self, tenant: str, name: str) -> None:
+        self._backend.leases.pop((tenant, name), None)
+
+    def postpone(self, tenant: str, name: str, ttl_s: float) -> None:
+        self._backend.leases[tenant, name] = ttl_s
+
+
 class FakeBackend:
     model_name = "fake"
 
@@ -106,6 +126,8 @@ class FakeBackend:
         self.held_back.set()
         self.failure: Exception | None = None  # raised in the middle of streams
         self.refusal: str | None = None  # why no lease is granted
+        self.no_room: str | None = None  # why none could be
+        self.leases: dict[tuple[str, str], float] = {}  # (tenant, name) -> seconds
         self._prompts: dict[Scope, list[list[int]]] = {}
         self.tier_reports: list[TierReport] = []
         self._observers: list[EngineObserver] = []
@@ -130,6 +152,9 @@ class FakeBackend:
     def explanation(self, request_id: str, namespace: str) -> Explanation | None:
         return None
 
+    async def manage(self, work: Callable[[Any], Any]) -> Any:
+        return work(FakeAdmin(self))
+
     def tiers(self) -> list[TierReport]:
         return self.tier_reports
 
@@ -150,7 +175,7 @@ class FakeBackend:
         if self._draining:
             raise RequestAborted("the engine is stopping")
         room = self.max_model_len - len(prompt)
-        if room < (params.max_tokens or 1):
+        if room < (1 if params.max_tokens is None else params.max_tokens):
             raise ContextTooLong(
                 f"{len(prompt)} prompt tokens and {params.max_tokens or 1} to generate exceed the context of "
                 f"{self.max_model_len}",
@@ -180,6 +205,8 @@ class FakeBackend:
             for observer in self._observers:
                 observer.on_admitted(len(prompt), num_hit)
             samples = [_Sample(index, params, room) for index in range(params.n)]
+            if not self.refusal:
+                self.leases.update({(scope.namespace, spec.name): spec.ttl_s for spec in leases if spec.name})
             while running := [s for s in samples if s.reason is None]:
                 await asyncio.sleep(self.step_s)
                 if self.failure is not None:
@@ -220,7 +247,7 @@ class _Sample:
     def __init__(self, index: int, params: SamplingParams, room: int) -> None:
         self.index = index
         self.params = params
-        self.limit = min(params.max_tokens or room, room)
+        self.limit = room if params.max_tokens is None else min(params.max_tokens, room)
         words = STORY.split(" ")
         turn = index % len(words)
         self.story = " ".join(words[turn:] + words[:turn]).encode()
@@ -230,6 +257,9 @@ class _Sample:
         self.reason: FinishReason | None = None
 
     def step(self) -> Delta:
+        if not self.limit:
+            self.reason = FinishReason.LENGTH
+            return Delta(self.index, "", (), finish_reason=self.reason)
         token = self.story[self.num_tokens % len(self.story)]
         self.num_tokens += 1
         self.text += chr(token)

@@ -48,6 +48,13 @@ async def test_a_message(live: Live, client: anthropic.AsyncAnthropic) -> None:
     assert (again.usage.input_tokens, again.usage.cache_read_input_tokens) == (1, prompt - 1)
 
 
+async def test_no_tokens_only_warm_up(live: Live, client: anthropic.AsyncAnthropic) -> None:
+    message = await client.messages.create(**HELLO | {"max_tokens": 0, "cache_control": HOUR, "system": "Be brief."})
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+    assert message.usage.cache_creation_input_tokens > 0
+    assert live.backend.seen[0]["params"].max_tokens == 0
+
+
 async def test_a_stream_adds_up_to_the_message(client: anthropic.AsyncAnthropic) -> None:
     events: list[str] = []
     async with client.messages.stream(**HELLO) as stream:
@@ -174,7 +181,7 @@ async def test_a_refused_lease_is_said_and_creates_nothing(live: Live, client: a
     ("change", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),

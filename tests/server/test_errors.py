@@ -133,7 +133,8 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"logprobs": 3}, "logprobs", "boolean"),
-    ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": -1}, "max_tokens", "at least 0"),
+    ({"max_tokens": 0, "n": 2}, "n", "must be 1"),
     ({"tools": "find"}, "tools", "list"),
 ]
 SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
@@ -148,8 +149,7 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 10**9}, "n", "between 1 and 128"),
     ({"n": 10**30}, "n", "less than"),
     ({"n": 1.5}, "n", "integer"),
-    ({"max_tokens": 0}, "max_tokens", "at least 1"),
-    ({"max_tokens": -5}, "max_tokens", "at least 1"),
+    ({"max_tokens": -5}, "max_tokens", "at least 0"),
     ({"max_tokens": 10**12}, "max_tokens", "less than"),
     ({"seed": 2**64}, "seed", "less than"),
     ({"seed": "lucky"}, "seed", "integer"),

@@ -14,8 +14,10 @@ from typing import Any
 from pagoda.engine.outputs import LeaseOutcome, Usage
 from pagoda.engine.params import LeaseSpec
 from pagoda.errors import InvalidRequest
+from pagoda.server.alignment import common_length
 from pagoda.server.anthropic.conversation import Conversation
 from pagoda.server.backend import Tokenizer
+from pagoda.server.ledger import written
 
 MAX_BREAKPOINTS = 4
 TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -79,8 +81,7 @@ def _ttl(control: Any, where: str) -> str:
 def prefix_length(point: Breakpoint, prompt: Sequence[int], tokenizer: Tokenizer) -> int:
     """Tokens of the prompt up to a breakpoint."""
     cut = tokenizer.encode(point.cut.render(tokenizer, add_generation_prompt=False), add_special_tokens=False)
-    pairs = zip(prompt, cut, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(cut)))
+    return common_length(prompt, cut)
 
 
 def place_leases(points: Sequence[Breakpoint], prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[LeaseSpec, ...]:
@@ -91,16 +92,11 @@ def place_leases(points: Sequence[Breakpoint], prompt: Sequence[int], tokenizer:
 
 def input_usage(usage: Usage, outcomes: Sequence[LeaseOutcome]) -> dict[str, Any]:
     """Anthropic's usage of a prompt: read (hit), created (newly under a lease) and other tokens, which add up to it."""
-    created = dict.fromkeys(TTL_S, 0)
-    covered = usage.num_hit_tokens
-    for outcome in outcomes:
-        ttl = next(name for name, seconds in TTL_S.items() if seconds == outcome.spec.ttl_s)
-        created[ttl] += max(0, outcome.num_tokens - covered)
-        covered = max(covered, outcome.num_tokens)
-    total = sum(created.values())
+    by_ttl = written(usage, outcomes)
+    total = sum(by_ttl.values())
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_hit_tokens - total,
         "cache_creation_input_tokens": total,
         "cache_read_input_tokens": usage.num_hit_tokens,
-        "cache_creation": {f"ephemeral_{ttl}_input_tokens": tokens for ttl, tokens in created.items()},
+        "cache_creation": {f"ephemeral_{name}_input_tokens": by_ttl.get(seconds, 0) for name, seconds in TTL_S.items()},
     }

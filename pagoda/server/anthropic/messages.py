@@ -101,7 +101,8 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     """
     outputs = merge(
         [
-            served.engine.stream(
+            served.stream(
+                request,
                 job.prompt,
                 job.params,
                 request_id=job.id,
@@ -126,7 +127,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
                 completion.add(delta)
         if output is None or completion.finish_reason is FinishReason.ABORT:
             raise RequestAborted("The request was aborted: the server is shutting down.")
-        content = [{"type": "text", "text": completion.text}]
+        content = [{"type": "text", "text": completion.text}] if completion.text else []
         return {**_message(job, output, content), **_ending(completion)}
 
     return JSONResponse(await until_disconnect(request.receive, collect()), headers=headers)

@@ -40,7 +40,7 @@ class PromptFields(BaseModel):
 class MessagesRequest(PromptFields):
     """/v1/messages. SamplingParams checks the ranges it shares with the other endpoints."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
     stream: bool | None = None
     stop_sequences: list[StopString] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None

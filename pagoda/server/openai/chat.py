@@ -9,6 +9,8 @@ from pagoda.engine.outputs import Completion, Delta, TokenLogprob
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.openai.breakpoints import find_marks, place_marks
+from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import ChatRequest, validate
 
@@ -31,20 +33,25 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    messages = normalize_messages(request.messages)
-    tools = request.tools if request.tools and request.tool_choice != "none" else None
-    # The template writes the special tokens itself.
-    prompt = tokenizer.encode(tokenizer.render_chat(messages, tools), add_special_tokens=False)
+    start = start_of(served, namespace, request, request.tools)
+    tools = start.tools if start.tools and request.tool_choice != "none" else None
+
+    def tokenize(messages: Sequence[Any], add_generation_prompt: bool = False) -> list[int]:
+        text = tokenizer.render_chat([*start.messages, *normalize_messages(messages)], tools, add_generation_prompt)
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+
+    prompt = tokenize(request.messages, add_generation_prompt=True)
+    leases = place_marks(find_marks(request.messages), request.prompt_cache_options, prompt, tokenize)
     job = Job(
         id=new_id("chatcmpl"),
         model=model,
         prompts=[prompt],
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
+        scope=Scope(namespace, start.cache_salt),
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
-        leases=[request.leases(len(prompt))],
+        leases=[[*request.leases(len(prompt)), *leases]],
     )
     return job, ChatWording(tokenizer)
 

@@ -12,6 +12,7 @@ from pagoda.engine.params import SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.openai.cached import prompt_start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import CompletionRequest, check_token_ids, validate
 
@@ -35,24 +36,26 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=request.logprobs,
     )
-    prompts = _tokenize(request.prompt, tokenizer, params)
+    start, salt = prompt_start_of(served, namespace, request)
+    prompts = _tokenize(request.prompt, start, tokenizer, params)
+    options = request.prompt_cache_options
     echoes = [_prompt_text(prompt, ids, tokenizer) for prompt, ids in prompts] if request.echo else []
     job = Job(
         id=new_id("cmpl"),
         model=model,
         prompts=[ids for _, ids in prompts],
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
+        scope=Scope(namespace, salt),
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
-        leases=[request.leases(len(ids)) for _, ids in prompts],
+        leases=[[*request.leases(len(ids)), *(options.implicit(len(ids)) if options else ())] for _, ids in prompts],
     )
     return job, CompletionWording(tokenizer, [text for text in echoes for _ in range(params.n)])
 
 
-def _tokenize(prompt: Any, tokenizer: Tokenizer, params: SamplingParams) -> list[tuple[Any, list[int]]]:
-    """Each prompt as given, and its token ids."""
+def _tokenize(prompt: Any, start: str, tokenizer: Tokenizer, params: SamplingParams) -> list[tuple[Any, list[int]]]:
+    """Each prompt as given, and the token ids of it after `start`."""
     prompts = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
     each = params.beam.width if params.beam else params.num_samples
     if not prompts or len(prompts) * each > MAX_CHOICES:
@@ -60,7 +63,9 @@ def _tokenize(prompt: Any, tokenizer: Tokenizer, params: SamplingParams) -> list
     pairs: list[tuple[Any, list[int]]] = []
     for one in prompts:
         if isinstance(one, str):
-            ids = tokenizer.encode(one)
+            ids = tokenizer.encode(start + one)
+        elif start:
+            raise InvalidRequest("prompt must be text to go on from cached_content", param="prompt")
         elif _is_token_ids(one):
             ids = check_token_ids(one, tokenizer.vocab_size, "prompt")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
 from pagoda.server.explain import explain_report, wants_explanation
 from pagoda.server.leases import lease_report
+from pagoda.server.ledger import Ledger, written
+from pagoda.server.named_caches import NamedCaches
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
@@ -35,11 +37,19 @@ LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON ca
 
 @dataclass(frozen=True)
 class Served:
-    """The engine and the names that clients may call its model by."""
+    """The engine, the names that clients may call its model by, the caches that they named, and what they used."""
 
     engine: Backend
     model_names: tuple[str, ...]
+    caches: NamedCaches = field(default_factory=NamedCaches)
+    ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def stream(
+        self, request: Request, prompt: Sequence[int], params: SamplingParams, **settings: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`Backend.stream`, on the account of whoever sent the request."""
+        return self.ledger.metered(self.engine.stream(prompt, params, **settings), request.state.account)
 
     def resolve(self, name: str | None) -> str:
         """The served name that a request means; without a name, the first.
@@ -98,7 +108,8 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
         RequestError: the engine refuses the job, or it was aborted.
     """
     streams = [
-        served.engine.stream(
+        served.stream(
+            request,
             prompt,
             job.params,
             request_id=f"{job.id}-{index}",
@@ -205,11 +216,15 @@ class _Frame:
         usages = self._usages.values()
         num_prompt = sum(usage.num_prompt_tokens for usage in usages)
         num_output = sum(usage.num_output_tokens for usage in usages)
+        num_written = sum(sum(written(self._usages[i], self._leases[i]).values()) for i in self._usages)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.num_hit_tokens for usage in usages)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(usage.num_hit_tokens for usage in usages),
+                "cache_write_tokens": num_written,
+            },
         }
 
 

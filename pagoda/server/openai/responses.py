@@ -22,6 +22,9 @@ from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache, wants_explanation
+from pagoda.server.ledger import written
+from pagoda.server.openai.breakpoints import find_marks, place_marks
+from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
@@ -78,22 +81,32 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     params = request.sampling_params(tokenizer.vocab_size, max_tokens=request.max_output_tokens, logprobs=None)
     if params.n != 1:
         raise InvalidRequest("n must be 1", param="n")
-    new = _messages(request.input)
-    messages = (*_earlier(store, namespace, request.previous_response_id), *new)
+    given = _given(request.input)
+    new = normalize_messages(given)
+    earlier = _earlier(store, namespace, request.previous_response_id)
+    start = start_of(served, namespace, request, [_tool(tool) for tool in request.tools or ()])
+    if request.cached_content is not None and request.instructions:
+        raise InvalidRequest("instructions are part of the cached content: leave them out", param="instructions")
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    tools = [_tool(tool) for tool in request.tools or ()] if fields.get("tool_choice") != "none" else []
-    text = tokenizer.render_chat([*system, *messages], tools or None)
-    prompt = tokenizer.encode(text, add_special_tokens=False)
+    tools = start.tools if start.tools and fields.get("tool_choice") != "none" else None
+
+    def tokenize(messages: Sequence[Any], add_generation_prompt: bool = False) -> list[int]:
+        whole = [*system, *start.messages, *earlier, *normalize_messages(messages)]
+        text = tokenizer.render_chat(whole, tools, add_generation_prompt)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    prompt = tokenize(given, add_generation_prompt=True)
+    marked = place_marks(find_marks(given), request.prompt_cache_options, prompt, tokenize)
     return ResponseJob(
         id=new_id("resp"),
         model=model,
         request=request,
-        messages=messages,
+        messages=(*earlier, *new),
         num_new=len(new),
         prompt=prompt,
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
-        leases=request.leases(len(prompt)),
+        scope=Scope(namespace, start.cache_salt),
+        leases=(*request.leases(len(prompt)), *marked),
     )
 
 
@@ -107,12 +120,13 @@ def _earlier(store: ResponseStore, namespace: str, response_id: str | None) -> t
     return messages
 
 
-def _messages(given: str | Sequence[Any]) -> list[dict[str, Any]]:
+def _given(given: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Input as chat messages, not checked yet."""
     if isinstance(given, str):
-        return normalize_messages([{"role": "user", "content": given}])
+        return [{"role": "user", "content": given}]
     if not given:
         raise InvalidRequest("input is empty", param="input")
-    return normalize_messages([_message(item, f"input[{index}]") for index, item in enumerate(given)])
+    return [_message(item, f"input[{index}]") for index, item in enumerate(given)]
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
@@ -155,7 +169,8 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
     """
     outputs = merge(
         [
-            served.engine.stream(
+            served.stream(
+                request,
                 job.prompt,
                 job.params,
                 request_id=job.id,
@@ -204,13 +219,15 @@ class _Answer:
         """The final response; keeps the conversation."""
         if self._completion.finish_reason in (None, FinishReason.ABORT):
             raise RequestAborted("The request was aborted: the server is shutting down.")
-        if self._job.request.store is not False:
+        if self._job.request.store is not False and not self._job.request.is_prewarm:
             answer = {"role": "assistant", "content": self._completion.text}
             messages = (*self._job.messages, answer)
             self._store.put(self._job.scope.namespace, self._job.id, messages, self._job.num_new + 1)
-        return self._response(self._status(), [self._item(self._status())])
+        return self._response(self._status(), [] if self._job.request.is_prewarm else [self._item(self._status())])
 
     def _status(self) -> str:
+        if self._job.request.is_prewarm:
+            return "completed"
         return "incomplete" if self._completion.finish_reason is FinishReason.LENGTH else "completed"
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,9 +252,13 @@ class _Answer:
             "tool_choice": "auto",
             "tools": request.tools or [],
             "top_p": params.top_p,
-            "usage": self._usage() if items else None,
+            "usage": None if status == "in_progress" else self._usage(),
         }
-        if items and self._output is not None and (about := about_cache(self._output, self._explainer)):
+        if (
+            status != "in_progress"
+            and self._output is not None
+            and (about := about_cache(self._output, self._explainer))
+        ):
             response["pagoda"] = about
         return response
 
@@ -246,7 +267,10 @@ class _Answer:
         usage = self._output.usage
         return {
             "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.num_hit_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.num_hit_tokens,
+                "cache_write_tokens": sum(written(usage, self._output.leases).values()),
+            },
             "output_tokens": usage.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
@@ -268,6 +292,7 @@ class _Answer:
         if self._output is None:
             yield self._event("response.created", response=self._response("in_progress", []))
             yield self._event("response.in_progress", response=self._response("in_progress", []))
+        if self._output is None and not self._job.request.is_prewarm:
             yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
             yield self._event("response.content_part.added", **at, part=self._part())
         self.add(output)
@@ -278,9 +303,10 @@ class _Answer:
     def closing(self) -> Iterable[dict[str, Any]]:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         final = self.finished()
-        yield self._event("response.output_text.done", **at, text=self._completion.text, logprobs=[])
-        yield self._event("response.content_part.done", **at, part=self._part())
-        yield self._event("response.output_item.done", output_index=0, item=self._item(self._status()))
+        if not self._job.request.is_prewarm:
+            yield self._event("response.output_text.done", **at, text=self._completion.text, logprobs=[])
+            yield self._event("response.content_part.done", **at, part=self._part())
+            yield self._event("response.output_item.done", output_index=0, item=self._item(self._status()))
         yield self._event(f"response.{self._status()}", response=final)
 
 

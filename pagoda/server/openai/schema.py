@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
+from pagoda.server.openai.breakpoints import PromptCacheOptions
 
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -93,13 +94,20 @@ class GenerationRequest(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
+    cached_content: str | None = None
     # The key is OpenAI's hint for routing; with one replica there is nothing to route, and the cache needs no hint.
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     def leases(self, num_prompt_tokens: int) -> tuple[LeaseSpec, ...]:
         """What `prompt_cache_retention` asks for a prompt: only `24h` is more than every prompt gets."""
         return (LeaseSpec(num_prompt_tokens, RETENTION_S),) if self.prompt_cache_retention == "24h" else ()
+
+    @property
+    def is_prewarm(self) -> bool:
+        """Whether only the prompt is to be computed."""
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm is True
 
     @property
     def include_usage(self) -> bool:
@@ -111,7 +119,7 @@ class GenerationRequest(BaseModel):
 
         Args:
             vocab_size: token ids must be below it.
-            max_tokens: `None` is up to the context.
+            max_tokens: `None` is up to the context. A prewarming request generates none.
             logprobs: as SamplingParams'.
 
         Raises:
@@ -129,7 +137,7 @@ class GenerationRequest(BaseModel):
             **given,
             best_of=self.best_of if beam is None else None,
             beam=beam,
-            max_tokens=max_tokens,
+            max_tokens=0 if self.is_prewarm else max_tokens,
             logprobs=logprobs,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's clients write "off" as -1
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),

@@ -1,0 +1,187 @@
+"""/v1/caches: prefixes that are computed once, kept for a stated time, and used by name from any conversation.
+
+    POST   /caches        compute a prefix without generating anything, and lease it; 409 with the reason if that fails
+    GET    /caches        the tenant's caches
+    GET    /caches/{id}
+    PATCH  /caches/{id}   another end
+    DELETE /caches/{id}
+
+A cache is a lease with a name, and its content: requests with `cached_content` are rendered as if that stood first in
+them, so they hit what is leased and get the answer that they would get had they sent it all. Gemini's API has such
+caches; the difference is that here the lease is refused, not missed, when there is no room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from pagoda.engine.outputs import RequestOutput
+from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.errors import InvalidRequest, LeaseRefused, RequestAborted
+from pagoda.server.backend import Scope
+from pagoda.server.body import parse_object, read_body
+from pagoda.server.errors import HttpError
+from pagoda.server.named_caches import NamedCache, new_cache_id
+from pagoda.server.openai.respond import Served
+from pagoda.server.prefix import Fields, PrefixFields, read_prefix, validate_fields
+from pagoda.server.stream import until_disconnect
+
+DEFAULT_TTL_S = 3600.0
+MAX_TTL_S = 30 * 24 * 3600.0
+WARM_UP = SamplingParams(max_tokens=0)
+
+Seconds = Annotated[float, Field(gt=0, le=MAX_TTL_S, strict=False)]
+UnixTime = Annotated[float, Field(strict=False)]
+
+
+class TimeFields(Fields):
+    """When a cache ends."""
+
+    ttl_s: Seconds | None = None
+    expires_at: UnixTime | None = None
+
+    def seconds(self) -> float | None:
+        """From now; None if nothing is said.
+
+        Raises:
+            InvalidRequest: both are given, or the time is past or too far.
+        """
+        if self.ttl_s is not None and self.expires_at is not None:
+            raise InvalidRequest("give ttl_s or expires_at, and not both", param="ttl_s")
+        if self.expires_at is None:
+            return self.ttl_s
+        seconds = self.expires_at - time.time()
+        if not 0 < seconds <= MAX_TTL_S:
+            raise InvalidRequest(f"expires_at must be within {MAX_TTL_S:.0f} seconds from now", param="expires_at")
+        return seconds
+
+
+class CreateFields(PrefixFields, TimeFields):
+    """The body of POST /v1/caches."""
+
+    model: str | None = None
+    display_name: Annotated[str, Field(max_length=512)] | None = None
+
+
+def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
+    """The routes, without their prefix. They expect the tenant in `request.state.namespace`."""
+    router = APIRouter()
+    engine, caches = served.engine, served.caches
+
+    async def refresh(namespace: str) -> None:
+        """Forget caches whose lease somebody ended."""
+        caches.keep_only(namespace, await engine.manage(lambda cache: cache.named(namespace)))
+
+    @router.post("/caches")
+    async def create(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        cache, tokens = await asyncio.to_thread(_prepare, served, body, request.state.namespace)
+        await refresh(cache.namespace)
+        caches.check_room(cache)
+        output = await _warm_up(request, served, cache, tokens)
+        cache.held_tokens = output.leases[0].num_tokens
+        caches.put(cache)
+        usage = {"prompt_tokens": len(tokens), "cached_tokens": output.usage.num_hit_tokens}
+        return JSONResponse({**_report(cache), "usage": usage})
+
+    @router.get("/caches")
+    async def all_of(request: Request) -> Response:
+        await refresh(request.state.namespace)
+        found = caches.all_of(request.state.namespace)
+        return JSONResponse({"object": "list", "data": [_report(cache) for cache in found]})
+
+    @router.get("/caches/{cache_id}")
+    async def one(request: Request, cache_id: str) -> Response:
+        await refresh(request.state.namespace)
+        return JSONResponse(_report(caches.get(request.state.namespace, cache_id)))
+
+    @router.patch("/caches/{cache_id}")
+    async def change(request: Request, cache_id: str) -> Response:
+        seconds = validate_fields(TimeFields, parse_object(await read_body(request, max_body_bytes))).seconds()
+        if seconds is None:
+            raise InvalidRequest("give ttl_s or expires_at", param="ttl_s")
+        namespace = request.state.namespace
+        await refresh(namespace)
+        cache = caches.get(namespace, cache_id)
+        await engine.manage(lambda admin: admin.postpone(namespace, cache_id, seconds))
+        cache.expires_at = time.time() + seconds
+        return JSONResponse(_report(cache))
+
+    @router.delete("/caches/{cache_id}")
+    async def delete(request: Request, cache_id: str) -> Response:
+        namespace = request.state.namespace
+        caches.get(namespace, cache_id)
+        caches.drop(namespace, cache_id)
+        await engine.manage(lambda admin: admin.end_named(namespace, cache_id))
+        return JSONResponse({"id": cache_id, "object": "cache", "deleted": True})
+
+    return router
+
+
+def _prepare(served: Served, body: bytes, namespace: str) -> tuple[NamedCache, list[int]]:
+    """The cache that a body asks for, nothing of it held yet, and its tokens."""
+    fields = validate_fields(CreateFields, parse_object(body))
+    model = served.resolve(fields.model)
+    seconds = fields.seconds()
+    prefix = read_prefix(fields, served.engine.tokenizer)
+    cache = NamedCache(
+        id=new_cache_id(),
+        namespace=namespace,
+        model=model,
+        display_name=fields.display_name,
+        cache_salt=fields.cache_salt,
+        prompt=prefix.prompt,
+        messages=prefix.messages,
+        tools=prefix.tools,
+        num_tokens=len(prefix.tokens),
+        expires_at=time.time() + (DEFAULT_TTL_S if seconds is None else seconds),
+    )
+    return cache, prefix.tokens
+
+
+async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: list[int]) -> RequestOutput:
+    """Compute a cache's prefix and lease it; nothing stays leased if that fails or the client leaves.
+
+    Raises:
+        HttpError: 409, the lease is refused; told before anything is computed, where that can be known.
+    """
+    engine, namespace = served.engine, cache.namespace
+    scope = Scope(namespace, cache.cache_salt)
+    wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
+
+    async def compute() -> RequestOutput:
+        stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish])
+        output = [output async for output in stream][-1]
+        if not output.leases:
+            raise RequestAborted("The request was aborted: the server is shutting down.")
+        if output.leases[0].refused is not None:
+            raise LeaseRefused(output.leases[0].refused)
+        return output
+
+    try:
+        await engine.manage(lambda admin: admin.check_room(tokens, scope))
+        return await until_disconnect(request.receive, compute())
+    except LeaseRefused as error:
+        raise HttpError(409, "lease_refused", f"Not cached: {error}.") from None
+    except RequestAborted:
+        await engine.manage(lambda admin: admin.end_named(namespace, cache.id))
+        raise
+
+
+def _report(cache: NamedCache) -> dict[str, Any]:
+    return {
+        "id": cache.id,
+        "object": "cache",
+        "model": cache.model,
+        "display_name": cache.display_name,
+        "created_at": round(cache.created_at, 3),
+        "expires_at": round(cache.expires_at, 3),
+        "num_tokens": cache.num_tokens,
+        "held_tokens": cache.held_tokens,
+    }

@@ -1,0 +1,92 @@
+"""What callers name a prefix by: a raw prompt, or messages as the model's chat template renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pagoda.errors import InvalidRequest
+from pagoda.server.alignment import common_length
+from pagoda.server.backend import Tokenizer
+from pagoda.server.openai.chat import normalize_messages
+from pagoda.server.openai.schema import MAX_SALT_CHARS
+
+F = TypeVar("F", bound="Fields")
+
+
+class Fields(BaseModel):
+    """A body whose fields are all known: what is not among them is refused, for these routes are Pagoda's own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PrefixFields(Fields):
+    """The fields that say which prefix."""
+
+    prompt: str | None = None
+    system: str | None = None
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a prefix is made of: a prompt, or messages and tools; and its tokens, whatever follows."""
+
+    prompt: str | None
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    tokens: list[int]
+
+
+def validate_fields(kind: type[F], fields: Mapping[str, Any]) -> F:
+    """The typed fields in a JSON object.
+
+    Raises:
+        InvalidRequest: one is missing, unknown, of the wrong type or out of bounds.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = str(fault["loc"][0]) if fault["loc"] else None
+        raise InvalidRequest(f"{param}: {fault['msg']}", param=param) from None
+
+
+def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
+    """The prefix that fields name. Takes time in proportion to them: call it from a thread.
+
+    Raises:
+        InvalidRequest: neither a prompt nor messages are given, or both, or what the chat template refuses.
+    """
+    has_chat = bool(fields.messages or fields.system or fields.tools)
+    if (fields.prompt is None) != has_chat:
+        raise InvalidRequest("give a prompt, or messages, system and tools", param="prompt")
+    if fields.prompt is not None:
+        return Prefix(fields.prompt, (), (), tokenizer.encode(fields.prompt))
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    given = [*system, *(fields.messages or ())]
+    messages = normalize_messages(given) if given else []
+    return Prefix(None, tuple(messages), tuple(fields.tools or ()), _stable(messages, fields.tools, tokenizer))
+
+
+def _stable(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that all conversations beginning with these messages share, whoever speaks next."""
+    renderings: list[list[int]] = []
+    refusal: InvalidRequest | None = None
+    for speakers in ((), ("user",), ("assistant",)):
+        whole = [*messages, *({"role": role, "content": "?"} for role in speakers)]
+        try:
+            text = tokenizer.render_chat(whole, tools, False)
+        except InvalidRequest as error:  # many templates want roles to alternate, or a user
+            refusal = error
+        else:
+            renderings.append(tokenizer.encode(text, add_special_tokens=False))
+    if not renderings:
+        raise refusal or InvalidRequest("the chat template takes no such messages", param="messages")
+    first = renderings[0]
+    return first[: min(common_length(first, other) for other in renderings)]

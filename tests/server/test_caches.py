@@ -1,0 +1,206 @@
+"""Named caches: the routes over a fake engine, and what they promise over the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pagoda.server.auth import ApiKeys
+
+from .conftest import Live, run_server
+from .fake_backend import FakeBackend
+from .test_cache_control import SYSTEM, flood, folder, serve
+
+__all__ = ["folder"]
+
+A, B = {"x-api-key": "sk-a"}, {"x-api-key": "sk-b"}
+CONTENT: dict[str, Any] = {"system": SYSTEM, "messages": [{"role": "user", "content": "Begin."}]}
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[Live]:
+    async with run_server(FakeBackend(), api_keys=ApiKeys({"sk-a": "acme", "sk-b": "bolt"})) as live:
+        yield live
+
+
+async def create(live: Live, status: int = 200, key: dict[str, str] = A, **fields: Any) -> dict[str, Any]:
+    answer = await live.http.post("/v1/caches", json=fields, headers=key)
+    assert answer.status_code == status, answer.text
+    return dict(answer.json())
+
+
+async def chat(live: Live, question: str, cache: str | None, key: str = "sk-a", **more: Any) -> Any:
+    client = live.client.with_options(api_key=key)
+    return await client.chat.completions.create(
+        model=more.pop("model", "fake"),
+        messages=[{"role": "user", "content": question}],
+        max_tokens=2,
+        extra_body={"cached_content": cache, **more},
+    )
+
+
+# -- the routes --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_cache_lives_from_create_to_delete(fake: Live) -> None:
+    made = await create(fake, **CONTENT, display_name="harbour", ttl_s=60)
+    assert made["display_name"] == "harbour"
+    assert made["held_tokens"] == made["num_tokens"] // 16 * 16 > 0
+    assert 55 < made["expires_at"] - time.time() <= 60
+    assert made["usage"] == {"prompt_tokens": made["num_tokens"], "cached_tokens": 0}
+    assert fake.backend.seen[-1]["params"].max_tokens == 0
+    path = f"/v1/caches/{made['id']}"
+    got = (await fake.http.get(path, headers=A)).json()
+    assert got == {name: value for name, value in made.items() if name != "usage"}
+    assert (await fake.http.get("/v1/caches", headers=A)).json()["data"] == [got]
+    later = (await fake.http.patch(path, json={"ttl_s": 600}, headers=A)).json()
+    assert later["expires_at"] > made["expires_at"] + 500
+    assert fake.backend.leases == {("acme", made["id"]): 600}
+    sooner = (await fake.http.patch(path, json={"expires_at": time.time() + 30}, headers=A)).json()
+    assert sooner["expires_at"] < made["expires_at"]
+    assert (await fake.http.delete(path, headers=A)).json() == {"id": made["id"], "object": "cache", "deleted": True}
+    assert fake.backend.leases == {}
+    assert (await fake.http.get(path, headers=A)).status_code == 404
+
+
+async def test_a_request_is_rendered_after_the_content(fake: Live) -> None:
+    made = await create(fake, **CONTENT)
+    await chat(fake, "How many?", made["id"])
+    used = fake.backend.seen[-1]["prompt"]
+    client = fake.client.with_options(api_key="sk-a")
+    messages = [{"role": "system", "content": SYSTEM}, *CONTENT["messages"], {"role": "user", "content": "How many?"}]
+    await client.chat.completions.create(model="fake", messages=messages, max_tokens=2)
+    assert used == fake.backend.seen[-1]["prompt"]
+    await client.responses.create(
+        model="fake", input="How many?", max_output_tokens=2, extra_body={"cached_content": made["id"]}
+    )
+    assert used == fake.backend.seen[-1]["prompt"]
+
+
+async def test_tools_are_part_of_the_content(fake: Live) -> None:
+    tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object"}}}
+    made = await create(fake, **CONTENT, tools=[tool])
+    await chat(fake, "How many?", made["id"])
+    assert "'count'" in fake.backend.tokenizer.decode(fake.backend.seen[-1]["prompt"])
+    with pytest.raises(openai.BadRequestError, match="leave them out"):
+        await chat(fake, "How many?", made["id"], tools=[tool])
+
+
+async def test_a_raw_prompt_is_for_completions(fake: Live) -> None:
+    made = await create(fake, prompt="The tide of ")
+    client = fake.client.with_options(api_key="sk-a")
+    await client.completions.create(
+        model="fake", prompt="Monday", max_tokens=1, extra_body={"cached_content": made["id"]}
+    )
+    assert bytes(fake.backend.seen[-1]["prompt"]) == b"The tide of Monday"
+    with pytest.raises(openai.BadRequestError, match="/v1/completions"):
+        await chat(fake, "How many?", made["id"])
+
+
+async def test_nobody_else_sees_or_uses_a_cache(fake: Live) -> None:
+    made = await create(fake, **CONTENT)
+    path = f"/v1/caches/{made['id']}"
+    nothing = (await fake.http.get("/v1/caches/cache-0", headers=B)).json()
+    for method, body in (("GET", None), ("PATCH", {"ttl_s": 5}), ("DELETE", None)):
+        answer = await fake.http.request(method, path, json=body, headers=B)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == nothing["error"]["message"].replace("cache-0", made["id"])
+    assert (await fake.http.get("/v1/caches", headers=B)).json()["data"] == []
+    with pytest.raises(openai.NotFoundError):
+        await chat(fake, "How many?", made["id"], key="sk-b")
+    assert (await fake.http.get("/v1/caches")).status_code == 401
+    assert fake.backend.leases == {("acme", made["id"]): pytest.approx(3600, abs=5)}
+
+
+async def test_one_that_expired_or_was_ended_is_gone(fake: Live) -> None:
+    made = await create(fake, **CONTENT, ttl_s=0.05)
+    await asyncio.sleep(0.06)
+    with pytest.raises(openai.NotFoundError, match="expired"):
+        await chat(fake, "How many?", made["id"])
+    ended = await create(fake, **CONTENT)
+    fake.backend.leases.clear()
+    assert (await fake.http.get(f"/v1/caches/{ended['id']}", headers=A)).status_code == 404
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_refused_with_the_reason(fake: Live, when: str) -> None:
+    setattr(fake.backend, "no_room" if when == "before" else "refusal", "the budget is used up")
+    error = (await create(fake, 409, **CONTENT))["error"]
+    assert (error["code"], error["message"]) == ("lease_refused", "Not cached: the budget is used up.")
+    assert len(fake.backend.seen) == (when == "after")  # nothing is computed for what cannot be held
+    assert (await fake.http.get("/v1/caches", headers=A)).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "give a prompt"),
+        ({"prompt": "x", "system": "y"}, "give a prompt"),
+        ({"prompt": "x", "ttl_s": 0}, "ttl_s"),
+        ({"prompt": "x", "ttl_s": 5, "expires_at": time.time() + 5}, "not both"),
+        ({"prompt": "x", "expires_at": 5}, "expires_at"),
+        ({"prompt": "x", "wishes": 5}, "wishes"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": "x"}], "display_name": 5}, "display_name"),
+    ],
+)
+async def test_bad_bodies(fake: Live, fields: dict[str, Any], word: str) -> None:
+    assert word in (await create(fake, 400, **fields))["error"]["message"]
+    assert not fake.backend.leases
+
+
+async def test_an_unknown_cache_is_a_clear_error(fake: Live) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        await chat(fake, "How many?", "cache-1")
+    assert error.value.code == "cached_content_not_found"
+
+
+async def test_no_tokens_only_warm_up(fake: Live) -> None:
+    client = fake.client.with_options(api_key="sk-a")
+    answer = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=0
+    )
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    text = await client.completions.create(model="fake", prompt="x", max_tokens=0)
+    assert text.choices[0].text == ""
+
+
+# -- the promise -------------------------------------------------------------------------------------------------------
+
+
+async def test_it_holds_under_pressure_until_it_is_deleted(folder: Path) -> None:
+    async with serve(folder) as live:
+        made = await create(live, system=SYSTEM)
+        assert live.backend.stats().num_leased_blocks * 16 == made["held_tokens"] > 64
+        await flood(live)
+
+        async def cached() -> int:
+            answer = await chat(live, "How many boats?", made["id"], model="tiny")
+            return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+        assert made["held_tokens"] <= await cached() <= made["num_tokens"]
+        await live.http.delete(f"/v1/caches/{made['id']}", headers=A)
+        await flood(live)
+        again = await live.client.with_options(api_key="sk-a").chat.completions.create(
+            model="tiny",
+            messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": "How many?"}],
+            max_tokens=1,
+        )
+        assert again.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_over_budget_is_refused_and_leaves_nothing(folder: Path) -> None:
+    async with serve(folder, lease_share=0.05) as live:
+        error = (await create(live, 409, system=SYSTEM))["error"]
+        assert "more KV blocks are needed" in error["message"]
+        await flood(live)
+        stats = live.backend.stats()
+        assert (stats.num_leases, stats.num_leased_blocks) == (0, 0)
