@@ -105,8 +105,8 @@ def notes(result: Result) -> list[str]:
         f" {summary.block_tokens} tokens = {result.size(summary.num_different)}."
         f" A cache that forgets nothing would hit {summary.best_hit_rate:.1%}.",
         f"KV of {machine.shape.name} in {result.setup.footprint.kv_format}, computed on"
-        f" {machine.hardware.count} x {machine.hardware.name}. TTFT is that of an otherwise idle machine"
-        + (", and its queue's." if result.fleets else "."),
+        f" {machine.hardware.count} x {machine.hardware.name}. TTFT is "
+        + ("a wait for those before, and the work." if result.fleets else "that of an otherwise idle machine."),
     ]
     if result.points and not result.bounds:
         found.append("The trace is too large to keep, so there is no bound.")
@@ -161,11 +161,11 @@ def charts(result: Result) -> list[Chart]:
         below = [(b.num_blocks, b.hit_rate_with_tiers) for b in result.bounds if b.hit_rate_with_tiers is not None]
         if below:
             hits[_BOUND_BELOW] = curve(below)
-    dashed = frozenset({_BOUND, _BOUND_BELOW, "nothing cached"})
+    dashed = (_BOUND, _BOUND_BELOW)
     label = "KV memory of the device, GiB"
     return [
         Chart("Token hit rate", label, "%", hits, dashed, percent=True),
-        Chart("Mean time to first token, s", label, "s", times, dashed),
+        Chart("Mean time to first token, s", label, "s", times, ("nothing cached",)),
     ]
 
 

@@ -49,6 +49,9 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name clients may use; repeatable. [default: the model's own]")
     ] = None,
+    access_log: Annotated[
+        Path | None, typer.Option(help="Append a line for each request, of hashes only, for `pagoda replay`.")
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
@@ -108,6 +111,7 @@ def serve(
     config: Config = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
+    from pagoda.server.access_log import AccessLog
     from pagoda.server.ledger import Ledger
     from pagoda.server.prices import Prices
     from pagoda.server.run import bind
@@ -115,6 +119,7 @@ def serve(
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
     ledger = Ledger(usage_file)
+    log = None if access_log is None else AccessLog(access_log, model, secret)
     with bind(host, port) as sock:
         engine = options.load_engine(
             model,
@@ -145,6 +150,7 @@ def serve(
             served_model_names=names,
             prices=table,
             ledger=ledger,
+            access_log=log,
         )
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.

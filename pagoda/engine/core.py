@@ -420,6 +420,8 @@ def _request_stats(request: Request) -> RequestStats:
     reasons = [each.finish_reason or FinishReason.ABORT for each in request.samples]
     return RequestStats(
         request_id=request.request_id,
+        prompt=request.prompt,
+        scope=request.scope,
         finish_reason=FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[0],
         usage=request.usage,
         queue_s=(request.admitted_at or now) - request.arrived_at,

@@ -7,7 +7,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from pagoda.engine.params import LeaseSpec
+from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation as Explanation
+from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.transfer import TierReport as TierReport
 
 
@@ -121,9 +123,14 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """A finished request, for metrics. Times are seconds; `itl_s` has one entry per output token after the first."""
+    """A finished request, for metrics. Times are seconds; `itl_s` has one entry per output token after the first.
+
+    `prompt` is the request's own array: not to be written to.
+    """
 
     request_id: str
+    prompt: TokenArray
+    scope: Scope
     finish_reason: FinishReason
     usage: Usage
     queue_s: float

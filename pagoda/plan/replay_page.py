@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from pagoda.errors import ConfigError
 
@@ -31,13 +33,13 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over one axis: for each name its (x, y) points, by growing x. A `dashed` name is a bound."""
+    """Curves over one axis: for each name its (x, y) points, by growing x. The names in `dashed` are bounds."""
 
     title: str
     x_label: str
     y_label: str
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    dashed: frozenset[str] = frozenset()
+    dashed: tuple[str, ...] = ()
     percent: bool = False
 
 
@@ -89,7 +91,9 @@ def write_png(path: Path, charts: Sequence[Chart]) -> None:
     figure, axes = pyplot.subplots(1, len(charts), figsize=(6 * len(charts), 4.2), squeeze=False)
     for axis, chart in zip(axes[0], charts, strict=True):
         for name, points in chart.curves.items():
-            style = {"color": "gray", "linestyle": "--"} if name in chart.dashed else {"marker": "o", "markersize": 3}
+            style: dict[str, Any] = {"marker": "o", "markersize": 3}
+            if name in chart.dashed:
+                style = {"color": "gray", "linestyle": (0, _dashes(chart, name))}
             factor = 100 if chart.percent else 1
             axis.plot([x for x, _ in points], [factor * y for _, y in points], label=name, **style)
         axis.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, None))
@@ -127,7 +131,7 @@ def _svg(chart: Chart) -> str:
     out.append(f'<text x="{(right + _LEFT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
     for (name, curve), color in zip(chart.curves.items(), _colors(chart), strict=True):
         path = " ".join(f"{x},{y}" for x, y in (at(*point) for point in curve))
-        dash = ' stroke-dasharray="6 4"' if name in chart.dashed else ""
+        dash = ' stroke-dasharray="{} {}"'.format(*_dashes(chart, name)) if name in chart.dashed else ""
         out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         for x, y in curve:
             across, up = at(x, y)
@@ -135,6 +139,11 @@ def _svg(chart: Chart) -> str:
             tip = f"<title>{escape(name)}, {x:.4g}: {shown}</title>"
             out.append(f'<circle cx="{across}" cy="{up}" r="3.5" fill="{color}">{tip}</circle>')
     return "".join(out) + "</svg>"
+
+
+def _dashes(chart: Chart, name: str) -> tuple[int, int]:
+    """On and off of a bound's line."""
+    return (6, 4) if chart.dashed.index(name) == 0 else (2, 3)
 
 
 def _colors(chart: Chart) -> list[str]:
@@ -157,12 +166,7 @@ def _table(sheet: Sheet) -> str:
 
 
 def _ticks(most: float) -> tuple[float, float]:
-    """A round step, and the least multiple of it that is not below `most`."""
-    step = 10.0 ** len(str(int(most))) if most >= 1 else 1.0
-    while step > most / 3:
-        for smaller in (2, 2.5, 2):
-            step /= smaller
-            if step <= most / 3:
-                break
-    count = -(-most // step)
-    return step, step * max(1, count)
+    """A round step, at most six of which reach `most`, and the least multiple of it that does."""
+    decade = 10.0 ** math.floor(math.log10(most / 5))
+    step = next(decade * round_ for round_ in (1, 2, 2.5, 5, 10) if most / 5 <= decade * round_ * 1.0001)
+    return step, step * max(1, math.ceil(most / step - 1e-9))

@@ -118,7 +118,7 @@ class SimulatedTiers:
             return 0, 0.0
         each_s = recompute_s / len(blocks)
         first, length = runs[0]
-        piece_s = first.latency_s + max(1, int(length * FIRST_PIECE)) * first.seconds_per_block
+        piece_s = first.latency_s + FIRST_PIECE * length * first.seconds_per_block  # a block here is many of ours
         if piece_s > PATIENCE * recompute_s:
             return 0, 0.0
         count = best = 0

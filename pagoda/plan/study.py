@@ -252,7 +252,7 @@ def _bound(requests: Sequence[TraceRequest], capacity: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The least capacity of a tier with which a hit rate is reached, to a hundredth of it; None if none does."""
+    """The least capacity of a tier with which a hit rate is reached, to a fiftieth of it; None if none does."""
 
     tier: TierPlan
     num_blocks: int | None
@@ -264,28 +264,28 @@ def find_tier(
 ) -> Answer:
     """How much of `tier`, below a device of `size` blocks and with no other tier, it takes to hit `target`.
 
-    Each pass over the trace tries eight sizes at once. A larger tier of least-recently-used records never hits less.
+    Bisects, as a larger tier of least-recently-used records does not hit less; each try is a pass over the trace.
     """
     block_bytes = setup.block_bytes(summary.block_tokens)
     stored = block_bytes / setup.footprint.copies
 
-    def attempt(counts: Sequence[int]) -> list[Point]:
-        tried = [replace(setup, tiers=(replace(tier, capacity=int(count * stored) + 1),)) for count in counts]
-        replays = [one.replay(size, policy, summary.block_tokens) for one in tried]
-        replay_all(stream(), replays)
-        return [point_of(policy, replay, block_bytes) for replay in replays]
+    def attempt(count: int) -> Point:
+        with_tier = replace(setup, tiers=(replace(tier, capacity=int(count * stored) + 1),))
+        replay = with_tier.replay(size, policy, summary.block_tokens)
+        replay_all(stream() if summary.requests is None else summary.requests, [replay])
+        return point_of(policy, replay, block_bytes)
 
     low, high = 0, summary.num_different
-    (best,) = attempt([high])
+    best = attempt(high)
     if best.hit_rate < target:
         return Answer(tier, None, best)
-    while high - low > max(1, high // 100):
-        counts = sorted(set(np.linspace(low, high, 10).astype(int)[1:-1].tolist()) - {low, high})
-        for count, point in zip(counts, attempt(counts), strict=True):
-            if point.hit_rate >= target:
-                high, best = count, point
-                break
-            low = count
+    while high - low > max(1, high // 50):
+        middle = (low + high) // 2
+        point = attempt(middle)
+        if point.hit_rate >= target:
+            high, best = middle, point
+        else:
+            low = middle
     return Answer(tier, high, best)
 
 

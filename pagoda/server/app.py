@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
+from pagoda.server.access_log import AccessLog
 from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys, key_name
@@ -65,6 +66,7 @@ def create_app(
     api_keys: ApiKeys | None = None,
     admin_key: str | None = None,
     served_model_names: Sequence[str] = (),
+    access_log: AccessLog | None = None,
     prices: Prices = Prices(),
     ledger: Ledger | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -78,6 +80,7 @@ def create_app(
         served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
         prices: what tokens cost, for /v1/usage.
         ledger: where the tokens behind it are counted.
+        access_log: is told of every request, and closed when the engine has stopped.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
     """
@@ -85,6 +88,8 @@ def create_app(
     accounts = ledger or Ledger()
     metrics = Metrics(engine)
     engine.add_observer(metrics)
+    if access_log is not None:
+        engine.add_observer(access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
@@ -225,7 +227,9 @@ class FakeBackend:
             seconds = time.monotonic() - start
             itl_s = (0.01,) * max(0, usage.num_output_tokens - 1)
             for observer in self._observers:
-                observer.on_finished(RequestStats(request_id, reason, usage, 0.001, 0.01, itl_s, seconds))
+                observer.on_finished(
+                    RequestStats(request_id, np.array(prompt), scope, reason, usage, 0.001, 0.01, itl_s, seconds)
+                )
 
     def _match(self, scope: Scope, prompt: list[int]) -> int:
         def common(other: list[int]) -> int:
