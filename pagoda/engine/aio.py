@@ -106,6 +106,23 @@ class AsyncEngine:
         Raises:
             RequestAborted: the engine is not running.
         """
+        return await self._between_steps(lambda: work(CacheAdmin(self._core.cache)))
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the loaded adapters."""
+        return self._engine.adapters.names
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter while requests run: see `Adapters.load`."""
+        adapter = await asyncio.to_thread(self._engine.adapters.read, path)
+        await self._between_steps(lambda: self._engine.adapters.add(name, adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter: see `Adapters.unload`."""
+        await self._between_steps(lambda: self._engine.adapters.unload(name))
+
+    async def _between_steps(self, work: Callable[[], T]) -> T:
         if not self.is_healthy or self._loop is None:
             raise RequestAborted("the engine is not running")
         loop, result = self._loop, self._loop.create_future()
@@ -115,7 +132,7 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                settle(result.set_result, work(CacheAdmin(self._core.cache)))
+                settle(result.set_result, work())
             except Exception as error:
                 settle(result.set_exception, error)
 
@@ -159,6 +176,7 @@ class AsyncEngine:
         scope: Scope = Scope(),
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs as they come. Closing the generator aborts the request.
 
@@ -167,7 +185,9 @@ class AsyncEngine:
             RequestAborted: the engine is stopping, or its thread died.
         """
         name = request_id or uuid.uuid4().hex
-        add = partial(self._core.add, name, prompt, params, scope=scope, priority=priority, leases=leases)
+        add = partial(
+            self._core.add, name, prompt, params, scope=scope, priority=priority, leases=leases, adapter=adapter
+        )
         return self._stream(name, add)
 
     def fork(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -31,12 +32,20 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
-from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, LeaseRefused, ModelError
+from pagoda.errors import (
+    ConfigError,
+    ContextTooLong,
+    InvalidRequest,
+    LeaseRefused,
+    ModelError,
+    ModelNotFound,
+)
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import TokenArray, as_tokens
+from pagoda.model.lora import Adapter
 from pagoda.model.sampler import SampledToken, likeliest, sample
 from pagoda.model.tokenizer import Tokenizer
 
@@ -72,6 +81,7 @@ class EngineCore:
         self.max_model_len = max_model_len
         self.observers: list[EngineObserver] = []
         self.explanations: OrderedDict[str, tuple[str, Explanation]] = OrderedDict()  # of the last requests
+        self.adapters: dict[str, Adapter] = {}
         self._runner = runner
         self._config = config
         self._vocab_size = vocab_size
@@ -124,10 +134,15 @@ class EngineCore:
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
         tier_use: TierUse = TierUse(),
+        adapter: str | None = None,
     ) -> None:
         """Queue a request.
 
+        Args:
+            adapter: the name of the adapter that answers it; it keeps that one, should the name be given to another.
+
         Raises:
+            ModelNotFound: there is no such adapter.
             InvalidRequest: an empty prompt, a token outside the vocabulary, a lease beyond the prompt, or an id that is
                 in use.
             ContextTooLong: prompt and output can never fit; the message has the numbers.
@@ -141,12 +156,22 @@ class EngineCore:
             raise InvalidRequest(f"prompt token ids must be in [0, {self._vocab_size})", param="prompt")
         if any(spec.num_tokens > tokens.size for spec in leases):
             raise InvalidRequest(f"a lease ends after the prompt of {tokens.size} tokens", param="leases")
+        chosen = None
+        if adapter is not None:
+            chosen = self._adapter(adapter)
+            scope = replace(scope, adapter=chosen.identity, adapter_from=chosen.first_token(tokens))
         request = self._request(request_id, tokens, params, scope, priority)
+        request.adapter = chosen
         request.tier_use = tier_use
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._forker.sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
         self._scheduler.add(request.samples[0])
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self.adapters:
+            raise ModelNotFound(f"there is no adapter {name!r}", param="model")
+        return self.adapters[name]
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams, *, index: int = 0) -> None:
         """Start a request that goes on from all tokens that a live one has so far, on the same blocks, copy-on-write.
@@ -167,7 +192,7 @@ class EngineCore:
         if source is None or sample is None or sample.finish_reason is not None or source.beams is not None:
             raise InvalidRequest(f"request {request_id!r} has no live sample {index} to fork", param="request_id")
         request = self._request(new_id, sample.tokens.view.copy(), params, source.scope, source.priority)
-        request.tier_use = source.tier_use
+        request.adapter, request.tier_use = source.adapter, source.tier_use
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
         if lease is not None:

@@ -14,6 +14,7 @@ from typing import Literal, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagoda.engine.adapters import Adapters
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import safe_kv_memory
@@ -153,6 +154,7 @@ class Engine:
             eos_ids=loaded.tokenizer.eos_ids,
             max_model_len=self.max_model_len,
         )
+        self.adapters = Adapters(self.core.adapters, loaded.decoder, loaded.name)
         self._bytes_total = pool.num_bytes
         self._names = itertools.count()
 
@@ -188,6 +190,7 @@ class Engine:
         *,
         scope: Scope = Scope(),
         tier_use: TierUse = TierUse(),
+        adapter: str | None = None,
         progress: bool = False,
     ) -> list[Generation]:
         """Generate for all prompts, batched; results are in the order of the prompts.
@@ -195,6 +198,7 @@ class Engine:
         Args:
             prompts: texts, or lists of token ids; one of either is taken as a list of one.
             params: for all prompts, or one for each.
+            adapter: the name of the adapter that answers them.
             tier_use: what all of them allow of the tiers below the pool.
             progress: show a bar on a terminal.
 
@@ -213,7 +217,7 @@ class Engine:
         usage: dict[str, Usage] = {}
         try:
             for name, prompt, one in zip(ids, tokens, each, strict=True):
-                self.core.add(name, prompt, one, scope=scope, tier_use=tier_use)
+                self.core.add(name, prompt, one, scope=scope, tier_use=tier_use, adapter=adapter)
             with _bar(len(ids), shown=progress) as advance:
                 while len(usage) < len(ids):
                     for output in self.core.step():
@@ -242,6 +246,7 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         logprobs: int | None = None,
         scope: Scope = Scope(),
+        adapter: str | None = None,
     ) -> list[Generation]:
         """The `n` best outputs of each prompt, best first, found with `width` beams: see BeamSearch.
 
@@ -259,7 +264,7 @@ class Engine:
             stop_token_ids=frozenset(stop_token_ids),
             logprobs=logprobs,
         )
-        return self.generate(prompts, params, scope=scope)
+        return self.generate(prompts, params, scope=scope, adapter=adapter)
 
 
 def _cache(

@@ -23,6 +23,7 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease, TierUse
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray
+from pagoda.model.lora import Adapter
 from pagoda.model.sampler import SamplerState
 
 _arrivals = itertools.count()
@@ -113,6 +114,7 @@ class Request:
         samples: one until the prompt is computed, then `params.num_samples`, or the live beams.
         beams: the state of a beam search.
         num_forks: beams made so far.
+        adapter: changes the model for it, from the scope's `adapter_from` on.
         tier_use: what it allows of the tiers below the device.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
@@ -128,6 +130,7 @@ class Request:
     leases: tuple[LeaseSpec, ...] = ()
     outcomes: list[LeaseOutcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    adapter: Adapter | None = None
     beams: BeamState | None = None
     num_forks: int = 0
     tier_use: TierUse = field(default_factory=TierUse)

@@ -14,6 +14,7 @@ from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
+from pagoda.model.lora import Adapter, AdapterRows
 from pagoda.model.spec import ModelSpec
 
 
@@ -74,6 +75,19 @@ def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
     )
 
 
+def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | None:
+    """Which rows of a plan an adapter changes; None if there are none."""
+    adapters: dict[Adapter, int] = {}
+    which = []
+    for rows in plan:
+        adapter, first = rows.sample.request.adapter, rows.sample.request.scope.adapter_from
+        of_rows = np.full(rows.stop - rows.start, -1, dtype=np.int64)
+        if adapter is not None and rows.stop > first:
+            of_rows[max(0, first - rows.start) :] = adapters.setdefault(adapter, len(adapters))
+        which.append(of_rows)
+    return AdapterRows(list(adapters), torch.from_numpy(np.concatenate(which)).to(device)) if adapters else None
+
+
 class ModelRunner:
     """Runs a decoder on a pool."""
 
@@ -86,4 +100,6 @@ class ModelRunner:
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        return self._decoder.forward(build_batch(plan, self._decoder.device), self._kv, self._group_of_layer)
+        device = self._decoder.device
+        batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
+        return self._decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)

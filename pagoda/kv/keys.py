@@ -31,16 +31,18 @@ class Scope:
     """Requests share prefixes only within equal scopes.
 
     `namespace` is the tenant, from the API key and never from the client's word alone; `salt` is the client's
-    `cache_salt`; `adapter` is the content hash of a LoRA adapter.
+    `cache_salt`; `adapter` is the content hash of a LoRA adapter, which changes KV from token `adapter_from` on.
     """
 
     namespace: str = ""
     salt: str = ""
     adapter: str = ""
+    adapter_from: int = 0
 
     def to_bytes(self) -> bytes:
         """An unambiguous encoding: each field with its length in front."""
-        return b"".join(_with_length(field.encode()) for field in (self.namespace, self.salt, self.adapter))
+        fields = (self.namespace, self.salt, self.adapter, str(self.adapter_from))
+        return b"".join(_with_length(field.encode()) for field in fields)
 
 
 class KeyChain:

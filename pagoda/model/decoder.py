@@ -32,6 +32,7 @@ from pagoda.kernels import (
 )
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.hooks import LayerHook
+from pagoda.model.lora import AdapterRows
 from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec
 
@@ -92,6 +93,7 @@ class Decoder:
         kv: Sequence[KVView],
         group_of_layer: Sequence[int],
         hook: LayerHook | None = None,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """Compute one step. Writes the K and V of every row into `kv` at the batch's slots.
 
@@ -100,19 +102,20 @@ class Decoder:
             kv: one view of the pool per layer.
             group_of_layer: which of the batch's block tables and slot mappings each layer uses.
             hook: sees and steers each layer's attention.
+            adapters: change what the layers compute for some of the rows.
 
         Returns:
             float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
         """
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
-        if hook is None and self._can_fuse:
+        if hook is None and adapters is None and self._can_fuse:
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
         hidden = self.weights.embedding[batch.token_ids] * self._embedding_scale
         residual = torch.zeros_like(hidden)
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
-            q, k, v = self._project(layer, normed)
+            q, k, v = self._project(index, normed, adapters)
             group = group_of_layer[index]
             used = hook.before_attention(index, q, k, v, batch) if hook else batch
             slots, view = used.slot_mapping[group], kv[index]
@@ -134,15 +137,25 @@ class Decoder:
             if narrowed:
                 batch = narrowed.batch
                 attended, residual = attended[narrowed.rows], residual[narrowed.rows]
+                adapters = adapters.select(narrowed.rows) if adapters else None
             if index == spec.num_layers - 1:
                 # Nothing reads the other rows any more.
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
-            hidden = linear(attended.flatten(1), layer.output, layer.output_bias)
+                adapters = adapters.select(batch.logits_rows) if adapters else None
+            attended = attended.flatten(1)
+            hidden = linear(attended, layer.output, layer.output_bias)
+            if adapters:
+                adapters.add(hidden, attended, index, "output")
             if layer.attention_out_norm is not None:
                 hidden = rms_norm(hidden, layer.attention_out_norm, spec.norm_eps)
             normed, residual = add_rms_norm(hidden, residual, layer.mlp_norm, spec.norm_eps)
-            gated = self._multiply_gate(linear(normed, layer.gate_up, layer.gate_up_bias))
+            gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+            if adapters:
+                adapters.add(gate_up, normed, index, "gate_up")
+            gated = self._multiply_gate(gate_up)
             hidden = linear(gated, layer.down, layer.down_bias)
+            if adapters:
+                adapters.add(hidden, gated, index, "down")
             if layer.mlp_out_norm is not None:
                 hidden = rms_norm(hidden, layer.mlp_out_norm, spec.norm_eps)
         normed, _ = add_rms_norm(hidden, residual, self.weights.final_norm, spec.norm_eps)
@@ -183,10 +196,15 @@ class Decoder:
             for table in batch.block_tables
         ]
 
-    def _project(self, layer: LayerWeights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each `[rows, heads, head_dim]`."""
-        spec = self.spec
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+    def _project(
+        self, index: int, x: torch.Tensor, adapters: AdapterRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer's queries, keys and values, each `[rows, heads, head_dim]`."""
+        spec, layer = self.spec, self.weights.layers[index]
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        if adapters:
+            adapters.add(qkv, x, index, "qkv")
+        qkv = qkv.view(len(x), -1, spec.head_dim)
         first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
         q, k, v = qkv[:, :first_key], qkv[:, first_key:first_value], qkv[:, first_value:]
         if layer.q_norm is not None and layer.k_norm is not None:
