@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import signal
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +109,10 @@ def serve(
         Path | None,
         typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter, NAME=FOLDER; clients ask for model NAME; repeatable."),
+    ] = None,
     config: Config = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
@@ -138,10 +143,12 @@ def serve(
             tier_key=tier_key,
         )
 
+        names = tuple(served_model_name or (engine.model_name,))
+        _load_adapters(engine, adapter or (), names)
+
         from pagoda.server.app import create_app
         from pagoda.server.run import DrainingServer
 
-        names = tuple(served_model_name or (engine.model_name,))
         _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
         app = create_app(
             options.as_async(engine),
@@ -160,6 +167,14 @@ def serve(
     if server.force_exit:
         # A second Ctrl-C: the engine's thread may be in the middle of a long step, which nothing can interrupt.
         os._exit(130)
+
+
+def _load_adapters(engine: Engine, given: Sequence[str], model_names: Sequence[str]) -> None:
+    for one in given:
+        name, separator, path = one.partition("=")
+        if not separator or name in model_names:
+            raise ConfigError(f"--adapter takes NAME=FOLDER with a name that is not the model's, got {one!r}")
+        engine.adapters.load(name, path)
 
 
 def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:

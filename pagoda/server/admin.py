@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -67,11 +68,7 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
 def admin_router(engine: Backend, admin_key: str, max_body_bytes: int) -> APIRouter:
     """The routes for the operator, without their prefix."""
 
-    async def check(request: Request) -> None:
-        if not is_admin(request, admin_key):
-            raise HttpError(403, "admin_key_required", "Send the server's admin key in the header X-Admin-Key.")
-
-    router = APIRouter(dependencies=[Depends(check)])
+    router = APIRouter(dependencies=[Depends(require_admin(admin_key))])
 
     @router.get("/kv")
     async def usage() -> Response:
@@ -102,6 +99,16 @@ def admin_router(engine: Backend, admin_key: str, max_body_bytes: int) -> APIRou
         return JSONResponse({"freed_blocks": await engine.manage(lambda cache: cache.clear())})
 
     return router
+
+
+def require_admin(admin_key: str) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that refuses whoever has not the admin key."""
+
+    async def check(request: Request) -> None:
+        if not is_admin(request, admin_key):
+            raise HttpError(403, "admin_key_required", "Send the server's admin key in the header X-Admin-Key.")
+
+    return check
 
 
 def is_admin(request: Request, admin_key: str | None) -> bool:

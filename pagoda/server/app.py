@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
 from pagoda.server.access_log import AccessLog
-from pagoda.server.admin import admin_router, lease_router
+from pagoda.server.admin import admin_router, lease_router, require_admin
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys, key_name
 from pagoda.server.backend import Backend
@@ -26,6 +26,7 @@ from pagoda.server.openai import Served, openai_router
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
 from pagoda.server.usage import usage_router
+from pagoda.server.weights import weights_router
 
 MAX_BODY_BYTES = 8 << 20
 SAVE_EVERY_S = 60.0
@@ -124,6 +125,8 @@ def create_app(
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
     if admin_key is not None:
         app.include_router(admin_router(engine, admin_key, max_body_bytes), prefix="/v1")
+        only_admins = [Depends(require_admin(admin_key))]
+        app.include_router(weights_router(served, max_body_bytes), prefix="/v1", dependencies=only_admins)
     app.include_router(_operations_router(engine, metrics))
     return app
 

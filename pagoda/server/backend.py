@@ -103,8 +103,19 @@ class Backend(Protocol):
         scope: Scope = ...,
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the LoRA adapters that requests may ask for."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder while requests run; raises ModelError or ConfigError if it cannot be."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; raises ModelNotFound if there is none of the name."""
 
     async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
         """The result of `work` on the cache, between two steps of the engine."""

@@ -156,7 +156,15 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
 
     async def compute() -> RequestOutput:
-        stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish])
+        stream = served.stream(
+            request,
+            tokens,
+            WARM_UP,
+            request_id=cache.id,
+            scope=scope,
+            leases=[wish],
+            adapter=served.adapter(cache.model),
+        )
         output = [output async for output in stream][-1]
         if not output.leases:
             raise RequestAborted("The request was aborted: the server is shutting down.")

@@ -136,6 +136,14 @@ class FakeBackend:
         self._draining = False
         self._kill = False
 
+    adapters: Sequence[str] = ()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError
+
     async def start(self) -> None:
         self.is_healthy = True
 
@@ -173,6 +181,7 @@ class FakeBackend:
         scope: Scope = Scope(),
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._draining:
             raise RequestAborted("the engine is stopping")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from pagoda import cli
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.server.app import create_app
-from tests.model import models, tokenizers_made_here
+from tests.model import adapters, models, tokenizers_made_here
 
 from .conftest import Live, run_server
 from .test_fuzz import bodies
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def live(folder: Path) -> AsyncIterator[Live]:
     engine = Engine(str(folder), dtype="float32", kv_memory="2MiB", max_num_seqs=16, token_budget=64, progress=False)
-    async with run_server(AsyncEngine(engine), served_model_names=["tiny"], drain_s=1) as running:
+    async with run_server(AsyncEngine(engine), served_model_names=["tiny"], admin_key="root", drain_s=1) as running:
         yield running
         await until_nothing_is_held(running)
 
@@ -108,6 +109,35 @@ async def test_ranked_answers(live: Live) -> None:
     sums = [sum(token.logprob for token in choice.logprobs.content) for choice in answer.choices]
     assert sums[0] > sums[1]
     assert answer.usage.completion_tokens == 10
+
+
+async def test_adapters_are_models_that_come_and_go(live: Live, tmp_path: Path) -> None:
+    vocab_size = tokenizers_made_here.byte_level().get_vocab_size()
+    adapters.save_adapter(models.build("llama", vocab_size=vocab_size), tmp_path / "pirate")
+    admin = {"X-Admin-Key": "root"}
+    body = {"lora_name": "pirate", "lora_path": str(tmp_path / "pirate")}
+    assert (await live.http.post("/v1/load_lora_adapter", json=body)).status_code == 403
+    assert (await live.http.post("/v1/load_lora_adapter", json=body, headers=admin)).status_code == 200
+    listed = (await live.http.get("/v1/models")).json()["data"]
+    assert [(model["id"], model.get("parent")) for model in listed] == [("tiny", None), ("pirate", "tiny")]
+
+    async def ask(model: str) -> Any:
+        return await live.client.chat.completions.create(messages=QUESTION, **GREEDY | {"model": model})
+
+    plain, pirate = await asyncio.gather(ask("tiny"), ask("pirate"))
+    assert pirate.model == "pirate"
+    assert pirate.choices[0].message.content != plain.choices[0].message.content
+    assert pirate.usage.prompt_tokens_details.cached_tokens == 0
+    for name, path, named in (("tiny", "x", "tiny"), ("bad", str(tmp_path), "adapter_config")):
+        refused = await live.http.post(
+            "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, headers=admin
+        )
+        assert refused.status_code == 400
+        assert named in refused.json()["error"]["message"]
+    gone = await live.http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"}, headers=admin)
+    assert gone.status_code == 200
+    with pytest.raises(openai.NotFoundError, match="pirate"):
+        await ask("pirate")
 
 
 async def test_many_users_get_what_one_would(live: Live) -> None:

@@ -109,6 +109,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
                 scope=job.scope,
                 priority=job.priority,
                 leases=job.leases,
+                adapter=served.adapter(job.model),
             )
         ]
     )

@@ -49,7 +49,7 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
 
     @router.get("/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model(served, name) for name in served.model_names]})
+        return JSONResponse({"object": "list", "data": [_model(served, name) for name in served.names]})
 
     @router.get("/models/{name:path}")
     async def model(name: str) -> Response:
@@ -59,10 +59,12 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
+    parent = {} if served.adapter(name) is None else {"parent": served.model_names[0]}
     return {
         "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "pagoda",
         "max_model_len": served.engine.max_model_len,
+        **parent,
     }

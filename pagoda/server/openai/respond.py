@@ -51,16 +51,25 @@ class Served:
         """`Backend.stream`, on the account of whoever sent the request."""
         return self.ledger.metered(self.engine.stream(prompt, params, **settings), request.state.account)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names, and those of the adapters that are loaded now."""
+        return (*self.model_names, *(name for name in self.engine.adapters if name not in self.model_names))
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a served name means; None if it is the model itself."""
+        return None if name in self.model_names else name
+
     def resolve(self, name: str | None) -> str:
-        """The served name that a request means; without a name, the first.
+        """The served name that a request means, the model's or an adapter's; without a name, the model's first.
 
         Raises:
             ModelNotFound: no model of that name is served.
         """
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
-            known = ", ".join(self.model_names)
+        if name not in self.names:
+            known = ", ".join(self.names)
             raise ModelNotFound(f"The model {name[:200]!r} is not served here; there is: {known}.", param="model")
         return name
 
@@ -116,6 +125,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
             scope=job.scope,
             priority=job.priority,
             leases=job.leases[index],
+            adapter=served.adapter(job.model),
         )
         for index, prompt in enumerate(job.prompts)
     ]

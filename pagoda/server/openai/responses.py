@@ -177,6 +177,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
                 scope=job.scope,
                 priority=job.request.priority,
                 leases=job.leases,
+                adapter=served.adapter(job.model),
             )
         ]
     )

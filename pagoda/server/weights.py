@@ -1,0 +1,70 @@
+"""The operator's routes for what the model is: LoRA adapters that come and go. Names and bodies are vLLM's.
+
+    POST /load_lora_adapter      {"lora_name": NAME, "lora_path": FOLDER}    on the server's file system
+    POST /unload_lora_adapter    {"lora_name": NAME}
+
+With the admin key only, as the paths are the server's own.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pagoda.errors import ConfigError, InvalidRequest, ModelError
+from pagoda.server.body import parse_object, read_body
+from pagoda.server.errors import HttpError
+from pagoda.server.openai.respond import Served
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class LoadRequest(BaseModel):
+    """Which adapter to load, and from where."""
+
+    model_config = ConfigDict(strict=True)
+    lora_name: str
+    lora_path: str
+
+
+class UnloadRequest(BaseModel):
+    """Which adapter to forget."""
+
+    model_config = ConfigDict(strict=True)
+    lora_name: str
+
+
+def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
+    """The routes, without their prefix; whoever includes them checks the admin key."""
+    router = APIRouter()
+    engine = served.engine
+
+    @router.post("/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        wanted = _parse(LoadRequest, await read_body(request, max_body_bytes))
+        if wanted.lora_name in served.model_names:
+            raise InvalidRequest(f"{wanted.lora_name!r} is the model's name", param="lora_name")
+        try:
+            await engine.load_adapter(wanted.lora_name, wanted.lora_path)
+        except (ModelError, ConfigError) as error:
+            raise HttpError(400, "adapter_refused", str(error), param="lora_path") from None
+        return JSONResponse({"id": wanted.lora_name, "loaded": True})
+
+    @router.post("/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        wanted = _parse(UnloadRequest, await read_body(request, max_body_bytes))
+        await engine.unload_adapter(wanted.lora_name)
+        return JSONResponse({"id": wanted.lora_name, "loaded": False})
+
+    return router
+
+
+def _parse(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.model_validate(parse_object(body))
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise InvalidRequest(f"{fault['loc'][0]}: {fault['msg']}", param=str(fault["loc"][0])) from None
