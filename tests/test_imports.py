@@ -66,7 +66,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "eviction": (),
     "retention": ("allocator", "eviction", "keys", "radix_node"),
     "radix": ("allocator", "eviction", "keys", "radix_node"),
-    "lease": ("block_table", "keys", "radix_node"),
+    "directives": (),
+    "lease": ("block_table", "directives", "keys", "radix_node"),
     "computing": ("keys", "lease", "radix_node"),
     "pool": ("layout",),
     "tiers": ("keys", "layout", "sizes"),
@@ -79,7 +80,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "restore": ("fetch", "lease", "radix_node", "transfer"),
     "observe": LEAVES,
     "books": ("computing", "lease", "observe", *LEAVES),
-    "cache": ("books", "computing", "lease", *LEAVES),
+    "cache": ("books", "computing", "directives", "lease", *LEAVES),
     "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
 USES_TORCH = {"pool"}

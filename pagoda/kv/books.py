@@ -213,6 +213,7 @@ class Books:
         Args:
             taker: for which namespace; None for the operator, before whom no share is guaranteed.
         """
+        self._tree.expire(self._clock())
         freed, unable = 0, set[int]()
         while freed < count and (plan := self.tenants.plan(count - freed, taker, unable)):
             for account, share in plan:

@@ -11,6 +11,8 @@ A call either does all it says or raises and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +20,10 @@ from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.books import BlockCopier, Books, CacheStats, Hit
+from pagoda.kv.directives import Directive, Directives
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.radix import NO_DIRECTIVE
 from pagoda.kv.radix_node import ABSENT, Match, TokenArray
 
 __all__ = ["BlockCopier", "CacheStats", "Hit", "KVCache"]
@@ -67,6 +71,19 @@ class KVCache(Books):
         lease.num_hit_tokens = lease.num_computed_tokens
         self._leases.add(lease)
         return lease
+
+    def direct(self, lease: Lease, ranges: Sequence[Directive]) -> None:
+        """Give priorities to ranges of a lease's sequence: to what it hit now, and to what it commits when it does.
+
+        Args:
+            ranges: in order, none overlapping another; their time begins now.
+        """
+        lease.directives = Directives(tuple(ranges), self._clock())
+        table = lease.tables[0]
+        for start, stop, directive in lease.directives.runs(table.first, lease.num_committed_blocks, self.block_size):
+            if directive is not None and not lease.is_detached:
+                standing = directive.priority, lease.directives.ends(directive)
+                self._tree.prioritize(table.ids[start:stop], standing)
 
     def _copies_tail(self, match: Match) -> bool:
         """Whether a hit ends inside a block that the lease may not append to."""
@@ -165,16 +182,22 @@ class KVCache(Books):
 
     def _commit(self, lease: Lease, tokens: TokenArray, end: int) -> None:
         """Put the blocks up to token `end` into the tree; where the tree has them already, use the tree's instead."""
-        start = lease.num_committed_blocks
-        stop = -(-end // self.block_size)
-        if stop <= start:
-            return
+        first, last = lease.num_committed_blocks, -(-end // self.block_size)
+        for _, stop, directive in lease.directives.runs(first, last, self.block_size):
+            self._commit_run(lease, tokens, min(end, stop * self.block_size), directive)
+
+    def _commit_run(self, lease: Lease, tokens: TokenArray, end: int, directive: Directive | None) -> None:
+        start, stop = lease.num_committed_blocks, -(-end // self.block_size)
         if lease.is_detached:
             lease.num_committed_blocks = stop
             return
         after = self._last_committed(lease) if start else None
         mine = np.array([table.ids[start:stop] for table in lease.tables])
-        theirs, superseded = self._tree.insert(lease.scope, after, tokens[start * self.block_size : end], mine)
+        standing = NO_DIRECTIVE if directive is None else (directive.priority, lease.directives.ends(directive))
+        new = tokens[start * self.block_size : end]
+        theirs, superseded = self._tree.insert(lease.scope, after, new, mine, standing)
+        if directive is not None:  # what others had computed before goes by it too
+            self._tree.prioritize(theirs[0][theirs[0] != ABSENT], standing)
         if lease.owns_tail:  # the tail it appended to is the first of these
             self._disown_tail(lease, int(mine[0, 0]))
         entered = theirs == mine
@@ -188,8 +211,8 @@ class KVCache(Books):
         if superseded.size:
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
-        self.misses.on_commit(lease.scope, after, tokens[start * self.block_size : end], mine)
-        self._on_commit(lease, after, tokens[start * self.block_size : end], mine, entered)
+        self.misses.on_commit(lease.scope, after, new, mine)
+        self._on_commit(lease, after, new, mine, entered)
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:
         lease.owns_tail = False
@@ -203,6 +226,7 @@ class KVCache(Books):
         twin.num_computed_tokens = lease.num_computed_tokens
         twin.num_committed_blocks = lease.num_committed_blocks
         twin.is_detached = lease.is_detached
+        twin.directives = lease.directives
         for table in twin.tables:
             self._allocator.retain(table.held)
         self._leases.add(twin)

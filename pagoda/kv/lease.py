@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda.kv.block_table import BlockTable
+from pagoda.kv.directives import Directives
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix_node import TokenArray
 
@@ -52,6 +53,7 @@ class Lease:
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
+        directives: the priorities of what it commits.
         is_detached: its blocks were purged from the tree, or would have been; it computes for itself alone.
         tier_use: what it allows of lower tiers.
         restore_report: what they were asked and gave, once that is over; None if they were not asked.
@@ -59,6 +61,7 @@ class Lease:
     """
 
     __slots__ = (
+        "directives",
         "is_detached",
         "num_committed_blocks",
         "num_computed_tokens",
@@ -81,6 +84,7 @@ class Lease:
         self.num_committed_blocks = 0
         self.owns_tail = False
         self.is_detached = False
+        self.directives = Directives()
         self.released = False
         self.tier_use = TierUse()
         self.restore_report: RestoreReport | None = None

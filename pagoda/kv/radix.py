@@ -13,6 +13,7 @@ Follows SGLang's RadixAttention (Zheng et al., 2024), with these rules:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -22,9 +23,11 @@ import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.eviction import LRU, EvictionPolicy, Queues
+from pagoda.kv.eviction import DEFAULT_PRIORITY, LRU, EvictionPolicy, Queues
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix_node import ABSENT, Match, Node, Root, TokenArray, common_prefix, first_block_key
+
+NO_DIRECTIVE = DEFAULT_PRIORITY, math.inf
 
 Held = Callable[[BlockIds], npt.NDArray[np.bool_]]
 
@@ -164,11 +167,16 @@ class RadixTree:
             if shared == node.tokens.size:
                 node.last_access = self._now
                 node.num_hits += 1
-                self._queues.of(node).on_hit(node, self._now)
+                self._queues.first.on_hit(node, self._now)
         return Match(match.num_tokens, tuple(path), match.blocks)
 
     def insert(
-        self, scope: Scope, after: int | None, tokens: TokenArray, blocks: BlockIds
+        self,
+        scope: Scope,
+        after: int | None,
+        tokens: TokenArray,
+        blocks: BlockIds,
+        standing: tuple[int, float] = NO_DIRECTIVE,
     ) -> tuple[BlockIds, BlockIds]:
         """Add computed blocks to the tree.
 
@@ -177,6 +185,7 @@ class RadixTree:
             after: the group-0 block that precedes them, itself in the tree; None at the start of a sequence.
             tokens: what the blocks hold; the last block may be partial.
             blocks: int32 `[num_groups, n]`, ABSENT where a window group has none.
+            standing: the priority of what is new, and until when it has it.
 
         Returns:
             The blocks the tree has for these tokens, `[num_groups, n]`: the given ones, or those of whoever was first,
@@ -193,7 +202,7 @@ class RadixTree:
             if at == node.tokens.size:  # below this node
                 child = self._continuation(node, rest)
                 if child is None:
-                    self._append(node, rest, blocks[:, block:])
+                    self._append(node, rest, blocks[:, block:], standing)
                     break
                 node, at = child, 0
             shared = common_prefix(node.tokens[at:], rest)
@@ -206,8 +215,11 @@ class RadixTree:
                 kept[:, block:] = node.blocks[:, at // size : at // size + 1]
                 break
             elif shared == node.tokens.size - at:  # the node's partial tail is the start of this block
-                superseded = self._supersede(node, at, rest, blocks[:, block:])
-                break
+                if (node.priority, node.expires_at) == standing or rest.size <= size:
+                    superseded = self._supersede(node, at, rest, blocks[:, block:])
+                    break
+                superseded = self._supersede(node, at, rest[:size], blocks[:, block : block + 1])
+                at, done = at + size, done + size
             else:
                 node = self._split(node, at)
             node.last_access = self._now
@@ -236,9 +248,9 @@ class RadixTree:
         tails = (node.children.get(key[:end]) for end in range(len(key) - 8, 0, -8))
         return next((tail for tail in tails if tail is not None), None)
 
-    def _append(self, node: Node, tokens: TokenArray, blocks: BlockIds) -> None:
-        """Put tokens below a node that ends at a block boundary: in it if it is a leaf, else in a new child."""
-        if node.parent is not None and not node.children:
+    def _append(self, node: Node, tokens: TokenArray, blocks: BlockIds, standing: tuple[int, float]) -> None:
+        """Put tokens below a node that ends at a block boundary: in a leaf of the same standing, or a new child."""
+        if node.parent is not None and not node.children and (node.priority, node.expires_at) == standing:
             start = node.tokens.size
             node.tokens = np.concatenate([node.tokens, tokens])
             node.blocks = np.concatenate([node.blocks, blocks], axis=1)
@@ -247,9 +259,11 @@ class RadixTree:
             child = Node(tokens.copy(), blocks.copy(), node, node.depth + node.tokens.size, self._now)
             node.attach(first_block_key(tokens, self.block_size), child)
             node = child
+            if standing != NO_DIRECTIVE:
+                self._queues.place(node, *standing)
         node.last_access = self._now
         self._own(node, blocks[0])
-        self._queues.of(node).on_insert(node, start, self._now)
+        self._queues.first.on_insert(node, start, self._now)
 
     def _merge(self, node: Node, start: int, blocks: BlockIds) -> BlockIds:
         """Fill the holes of a node from another's blocks for the same tokens; return what the node has now."""
@@ -270,7 +284,7 @@ class RadixTree:
         node.blocks = np.concatenate([node.blocks[:, : at // self.block_size], blocks], axis=1)
         node.last_access = self._now
         self._own(node, blocks[0])
-        self._queues.of(node).on_insert(node, at, self._now)
+        self._queues.first.on_insert(node, at, self._now)
         return dropped
 
     def _split(self, node: Node, at: int) -> Node:
@@ -280,7 +294,8 @@ class RadixTree:
         columns = at // self.block_size
         upper = Node(node.tokens[:at].copy(), node.blocks[:, :columns].copy(), node.parent, node.depth, node.created)
         upper.last_access, upper.num_hits, upper.note = node.last_access, node.num_hits, node.note
-        upper.priority = node.priority
+        if (node.priority, node.expires_at) != NO_DIRECTIVE:
+            self._queues.place(upper, node.priority, node.expires_at)
         node.parent.attach(node.key, upper)
         node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[:, columns:].copy()
         node.depth += at
@@ -289,6 +304,23 @@ class RadixTree:
         if node in self._slid[node.account]:
             self._slid[node.account][upper] = None
         return upper
+
+    def prioritize(self, ids: BlockIds, standing: tuple[int, float]) -> None:
+        """Give a priority until a time to consecutive group-0 blocks of one sequence, those that the tree has."""
+        while ids.size:
+            node: Node | None = self._owner[ids[0]]
+            if node is None:
+                ids = ids[1:]
+                continue
+            first = int(np.flatnonzero(node.blocks[0] == ids[0])[-1])
+            count = min(ids.size, node.blocks.shape[1] - first)
+            if (node.priority, node.expires_at) != standing:
+                if first:
+                    self._split(node, first * self.block_size)
+                if count < node.blocks.shape[1]:
+                    node = self._split(node, count * self.block_size)
+                self._queues.place(node, *standing)
+            ids = ids[count:]
 
     def _own(self, node: Node, ids: BlockIds) -> None:
         self._owner[ids[ids != ABSENT]] = node
@@ -306,6 +338,10 @@ class RadixTree:
             while node is not None and node.parent is not None:
                 self._slid[node.account][node] = None
                 node = node.parent
+
+    def expire(self, now: float) -> None:
+        """Note the time: priorities that were given until then are over."""
+        self._queues.expire(now)
 
     def evict(self, count: int, held: Held, account: int = 0) -> BlockIds:
         """Give up at least `count` blocks of an account, or all of its that may go. Mutates the tree.
@@ -377,7 +413,7 @@ class RadixTree:
         columns = leaf.blocks.shape[1] - int(np.searchsorted(supply, enough, side="right"))
         tail = leaf.blocks[:, columns:]
         ids = tail.T[::-1][present[:, columns:].T[::-1]]
-        self._queues.of(leaf).on_evict(leaf, columns * self.block_size)
+        self._queues.first.on_evict(leaf, columns * self.block_size)
         leaf.tokens = _head(leaf.tokens, columns * self.block_size)
         leaf.blocks = leaf.blocks[:, :columns].copy()
         return ids, columns == first and columns > 0
@@ -388,6 +424,7 @@ class RadixTree:
             raise InvariantError("a root is never evicted")
         parent.detach(leaf)
         self._slid[leaf.account].pop(leaf, None)
+        self._queues.forget(leaf)
         if parent.children:
             return
         if isinstance(parent, Root):
@@ -427,10 +464,9 @@ class RadixTree:
 
     def _drop(self, node: Node, at: int) -> BlockIds:
         """Take the end off a node, and the node out of the books if nothing is left of it."""
-        policy = self._queues.of(node)
-        policy.on_evict(node, at)
+        self._queues.first.on_evict(node, at)
         if at == 0:
-            policy.discard(node)
+            self._queues.forget(node)
             self._slid[node.account].pop(node, None)
         gone = node.blocks[:, at // self.block_size :]
         node.tokens, node.blocks = node.tokens[:at].copy(), node.blocks[:, : at // self.block_size].copy()

@@ -6,6 +6,7 @@ the place where the query would stand: a bisection finds them however many child
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Node:
         "children",
         "created",
         "depth",
+        "expires_at",
         "key",
         "last_access",
         "note",
@@ -57,6 +59,7 @@ class Node:
         self.note = 0.0
         self.account: int = 0 if parent is None else parent.account
         self.priority = DEFAULT_PRIORITY
+        self.expires_at = math.inf
 
     def attach(self, key: bytes, child: Node) -> None:
         """Make `child` a child under the key of its first block."""

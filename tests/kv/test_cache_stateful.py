@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 
 from pagoda.errors import LeaseRefused, OutOfBlocks
 from pagoda.kv.cache import KVCache
+from pagoda.kv.directives import Directive
 from pagoda.kv.eviction import make_policy
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
@@ -118,6 +119,19 @@ class CacheMachine(RuleBasedStateMachine):
         run.written += count
         self.cache.advance(run.lease, run.tokens, run.written)
         self.history.append((run.lease.scope, run.tokens[: run.written]))
+
+    @precondition(lambda self: self.running)
+    @rule(
+        index=st.integers(0, 99),
+        cuts=st.lists(st.integers(0, 20), min_size=2, max_size=4, unique=True),
+        priority=st.sampled_from([0, 20, 35, 80]),
+        duration_s=st.sampled_from([1.0, 3.0, None]),
+    )
+    def direct(self, index: int, cuts: list[int], priority: int, duration_s: float | None) -> None:
+        ends = sorted(cuts)
+        pairs = zip(ends[::2], ends[1::2], strict=False)
+        directives = [Directive(start, stop, priority, duration_s) for start, stop in pairs]
+        self.cache.direct(self.pick(index).lease, directives)
 
     def used_by_others(self, scope: Scope) -> dict[str, int]:
         tenants = [tenant for tenant in self.cache.tenants.all() if tenant.name != scope.namespace]

@@ -21,6 +21,7 @@ class Leaf:
     note: float = 0.0
     account: int = 0
     priority: int = 35
+    expires_at: float = np.inf
     depth: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
     parent: Evictable | None = None

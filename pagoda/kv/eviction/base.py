@@ -31,6 +31,7 @@ class Evictable(Protocol):
     note: float  # the policy's: nothing else reads it, and both parts of a split node keep it
     account: int  # whose share it is charged to
     priority: int  # 0 to 100; lower ones go first
+    expires_at: float  # when it has the default priority again, in the cache's seconds
 
     @property
     def parent(self) -> Evictable | None:
@@ -48,7 +49,10 @@ class EvictionPolicy(Protocol):
         """
 
     def sibling(self) -> EvictionPolicy:
-        """Another of this kind for other leaves of the same tree; it may share what this one learned."""
+        """Another of this kind for other leaves of the same tree, which sees what this one learns.
+
+        Of those that serve one tree, only the first is told of insertions, hits and evictions: of all nodes.
+        """
 
     def offer(self, leaf: Evictable) -> None:
         """Make a leaf a candidate; called again for one that already is when another request lets go of it."""
@@ -87,9 +91,9 @@ class Policy:
         self.block_size = block_size
 
     def sibling(self) -> Self:
-        """One that has learned nothing yet."""
+        """One with candidates of its own. Whoever learns must share that."""
         other = type(self)()
-        other.bind(self.block_size)
+        other.block_size = self.block_size
         return other
 
     def tail(self, leaf: Evictable) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pagoda.kv.eviction.base import Evictable, SortKey
 
 # Computing a token costs `a + b * depth` operations: weights, and attention over what precedes it. The two are equal at
@@ -35,6 +37,13 @@ class LFU(SortKey):
     def __init__(self) -> None:
         super().__init__()
         self._floor = 0.0
+        self._first: LFU = self
+
+    def sibling(self) -> Self:
+        """One that raises the same floor."""
+        other = super().sibling()
+        other._first = self._first
+        return other
 
     def worth(self, node: Evictable) -> float:
         """How much above the last victim a node that is used now ranks."""
@@ -48,7 +57,7 @@ class LFU(SortKey):
         """Take out the leaf with the smallest rank, which is the floor from now on."""
         leaf = super().take()
         if leaf is not None:
-            self._floor = leaf.note
+            self._first._floor = leaf.note
         return leaf
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class ReuseRate(Policy):
         self._entry: dict[Evictable, int] = {}
         self._order = itertools.count()
         self._index = gittins_index(np.outer(np.ones(NUM_CLASSES), 1 / WIDTHS.cumsum())).tolist()
+        self._first: ReuseRate = self
         self._num_blocks = 0
         self._now = self._relearn_at = 0
 
@@ -44,9 +46,15 @@ class ReuseRate(Policy):
         super().bind(block_size)
         self._monitor = ReuseMonitor(block_size)
 
+    def sibling(self) -> Self:
+        """One that goes by what this one learns."""
+        other = super().sibling()
+        other._first = self._first
+        return other
+
     def offer(self, leaf: Evictable) -> None:
         """Put a leaf into its class's queue, or move it there."""
-        kind = int(self._monitor.classes(*self._end(leaf, 1))[-1])
+        kind = int(self._first._monitor.classes(*self._end(leaf, 1))[-1])
         entry = self._entry[leaf] = next(self._order)
         leaf.queued = True
         for heap, tick in (self._oldest[kind], leaf.last_access), (self._youngest[kind], -leaf.last_access):
@@ -57,6 +65,7 @@ class ReuseRate(Policy):
 
     def take(self) -> Evictable | None:
         """Take the leaf of the smallest index, or the least recently used unless another is clearly worse."""
+        first = self._first
         worst: tuple[float, Evictable] | None = None
         lru: tuple[float, Evictable] | None = None
         for kind in range(NUM_CLASSES):
@@ -64,7 +73,7 @@ class ReuseRate(Policy):
                 leaf = self._top(heap)
                 if leaf is None:
                     break
-                ranked = self._index[kind][age_bucket(self._now - leaf.last_access)], leaf
+                ranked = first._index[kind][age_bucket(first._now - leaf.last_access)], leaf
                 if worst is None or ranked[0] < worst[0]:
                     worst = ranked
                 if lru is None or leaf.last_access < lru[1].last_access:
@@ -94,7 +103,7 @@ class ReuseRate(Policy):
     def tail(self, leaf: Evictable) -> int:
         """The blocks at its end that are of one class."""
         tokens, depth = self._end(leaf, TAIL_BLOCKS)
-        kinds = self._monitor.classes(tokens, depth)
+        kinds = self._first._monitor.classes(tokens, depth)
         others = np.flatnonzero(kinds != kinds[-1])
         return tokens.size - (int(others[-1]) + 1) * self.block_size if others.size else tokens.size
 
