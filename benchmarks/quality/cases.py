@@ -1,0 +1,79 @@
+"""What the engines read: real text, generated tasks with their answers, and what the full run itself goes on to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.quality.tasks import Task, prose, source
+from benchmarks.texts import source_text
+from pagoda.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens, the first one whose logits are compared, and how the engine comes by them (see forced.py)."""
+
+    tokens: list[int]
+    start: int
+    decode: bool
+    share: bool = False
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured. `units` of text are runs of that many tokens, for the bootstrap."""
+
+    passages: int
+    passage_tokens: int
+    unit: int
+    lengths: tuple[int, ...]
+    contexts: int
+    prompts: int
+    prompt_tokens: int
+    followed: int
+    long_prompts: int
+    long_followed: int
+    gsm8k: int
+
+
+QUICK = Size(1, 1024, 32, (1024,), 1, 4, 128, 32, 1, 128, 8)
+# At least 500 units of everything that has an interval: 64 runs a passage, 64 contexts of 8 or 10 questions a task,
+# 500 prompts, 500 questions.
+FULL = Size(8, 4096, 64, (1024, 2048, 4096, 8192), 64, 500, 256, 64, 4, 2000, 500)
+
+
+def corpora(extra: Path | None) -> dict[str, str]:
+    """Name -> long text: the Python language reference and library source (PSF licence), and a file of the caller's."""
+    found = {"prose": "\n\n".join(prose()), "source": source_text(220_000)}
+    return found if extra is None else {**found, extra.stem: extra.read_text(encoding="utf-8")}
+
+
+def passages(tokenizer: Tokenizer, text: str, count: int, length: int) -> list[Case]:
+    """`count` passages of `length` tokens from all over a text; shorter ones if the text does not suffice."""
+    tokens = tokenizer.encode(text)
+    length = min(length, len(tokens) // count)
+    last = len(tokens) - length
+    starts = [last * number // max(1, count - 1) for number in range(count)]
+    return [Case(tokens[first : first + length], 1, decode=False) for first in starts]
+
+
+def answers(task: Task, *, share: bool) -> list[Case]:
+    """One case a question: the answer is decoded, after all that is before it was a prompt."""
+    return [
+        Case(task.context + question + answer, len(task.context) + len(question), decode=True, share=share)
+        for question, answer in task.questions
+    ]
+
+
+def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    """Beginnings for free generation, from prose and source in turn."""
+    texts = [tokenizer.encode("\n\n".join(parts)) for parts in (prose(), source())]
+
+    def beginning(index: int, tokens: Sequence[int]) -> list[int]:
+        places = max(1, len(tokens) - length)
+        first = index * 997 % places  # a prime step visits places far apart
+        return list(tokens[first : first + length])
+
+    return [beginning(index, texts[index % 2]) for index in range(count)]

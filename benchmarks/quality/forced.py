@@ -1,0 +1,101 @@
+"""Forced: an engine that reads given tokens, and shows the logits that it had before each.
+
+    chunk    tokens are one prompt, computed in chunks of the token budget; every row gives logits    fast
+    decode   the continuation is "generated" one token at a time, whatever the model would say     as served
+
+Both run the engine's own steps: what a token reads is what it would read in serving, blocks, formats and policies
+included. Only the decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler may be
+replaced by the token that is to come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pagoda import Engine, SamplingParams
+from pagoda.kv.keys import Scope
+from pagoda.model.batch import ForwardBatch
+
+
+class Forced:
+    """Wraps an engine with no other requests. Mutates its decoder: the engine serves nobody else afterwards."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._decoder: Any = engine.core._runner._decoder  # no public way in, nor need for one
+        self._forward = self._decoder.forward
+        self._decoder.forward = self._tapped
+        self._every_row = False
+        self._to_come: Iterator[int] = iter(())
+        self._seen: list[torch.Tensor] = []
+        self._names = itertools.count()
+
+    def read(
+        self, tokens: Sequence[int], start: int, *, decode: bool, share: bool = False
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read `tokens`; yield the logits before each token from `start` on, in order.
+
+        Args:
+            tokens: the whole sequence.
+            start: at least 1; the first token whose logits are wanted.
+            decode: one token at a time from `start` on, after a prompt of what is before.
+            share: whether the prompt may hit what earlier calls left in the cache. In chunks it never does.
+
+        Yields:
+            Position of the first predicted token, and float32 `[n, vocab_size]` that predict it and those after it.
+        """
+        name = f"forced-{next(self._names)}"
+        prompt = tokens[:start] if decode else tokens[:-1]
+        self._every_row, self._seen = not decode, []
+        self._to_come = iter(tokens[start:] if decode else tokens[-1:])
+        params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True)
+        scope = Scope() if decode and share else Scope(salt=name)
+        self.engine.core.add(name, list(prompt), params, scope=scope)
+        position = start if decode else 1
+        try:
+            while self.engine.core.has_work:
+                self.engine.core.step()
+                for logits in self._seen:
+                    skipped = max(0, start - position)
+                    if len(logits) > skipped:
+                        yield position + skipped, logits[skipped:]
+                    position += len(logits)
+                self._seen.clear()
+        finally:
+            self.engine.core.abort(name)
+
+    def _tapped(self, batch: ForwardBatch, *args: Any, **options: Any) -> torch.Tensor:
+        wanted = batch.logits_rows
+        if self._every_row:
+            batch = dataclasses.replace(batch, logits_rows=torch.arange(len(batch.token_ids)))
+        logits: torch.Tensor = self._forward(batch, *args, **options)
+        if len(logits):
+            self._seen.append(logits)
+        if not len(wanted):
+            return logits[:0]
+        # One request runs, so one row is sampled from, and the sampler is greedy.
+        chosen = torch.full((1, logits.shape[1]), -torch.inf)
+        chosen[0, next(self._to_come)] = 0.0
+        return chosen
+
+    def continuation(self, prompt: Sequence[int], length: int) -> list[int]:
+        """What the engine itself says after a prompt, greedily; the end of text does not end it."""
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        with self.free() as engine:
+            [out] = engine.generate([list(prompt)], params, scope=Scope(salt=f"own-{next(self._names)}"))
+        return list(out.completions[0].token_ids)
+
+    @contextmanager
+    def free(self) -> Iterator[Engine]:
+        """The engine as it is without us."""
+        self._decoder.forward = self._forward
+        try:
+            yield self.engine
+        finally:
+            self._decoder.forward = self._tapped

@@ -1,0 +1,119 @@
+"""The report as tables for people, as JSON, and as one PNG."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
+    """`quality.json`, and `quality.png` if matplotlib is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "quality.json"]
+    written[0].write_text(json.dumps(report, indent=2))
+    with contextlib.suppress(ImportError):  # the plot is an extra: pip install pagoda-kv[bench]
+        written.append(draw(report, folder / "quality.png"))
+    return written
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print everything that was measured."""
+    for corpus, variants in report.get("text", {}).items():
+        table = Table(
+            "variant", "KL, nats", "perplexity change", "same first choice", "tokens", title=f"text: {corpus}"
+        )
+        for name, one in variants.items():
+            table.add_row(
+                name,
+                _interval(one["kl"], "{:.2e}"),
+                _interval(one["perplexity_change"], "{:+.3%}"),
+                _interval(one["top1_agreement"], "{:.2%}"),
+                f"{one['num_tokens']:,}",
+            )
+        console.print(table)
+    if report.get("tasks"):
+        table = Table("task", "tokens", "n", "full: right", "counts", title="tasks")
+        for name in report["variants"]:
+            table.add_column(f"{name}: right")
+            table.add_column("answer NLL change")
+        for task in report["tasks"]:
+            row = [task["kind"], str(task["length"]), str(task["num_questions"])]
+            row += [_interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
+            for one in task["variants"].values():
+                row += [f"{one['exact_match']['value']:.0%}", _interval(one["answer_nll_change"], "{:+.3f}")]
+            table.add_row(*row)
+        console.print(table)
+    if "divergence" in report:
+        table = Table(
+            "variant", "never parts", "tokens the same", title=f"greedy, {report['divergence']['followed']} tokens"
+        )
+        for name, one in report["divergence"]["variants"].items():
+            table.add_row(name, _interval(one["never"], "{:.0%}"), _interval(one["mean_same"], "{:.1f}"))
+        console.print(table)
+    if "accumulation" in report:
+        bounds = report["accumulation"]["bounds"]
+        table = Table("variant", *[f"to {bound}" for bound in bounds[1:]], title="KL along a long output, nats")
+        for name, means in report["accumulation"]["variants"].items():
+            table.add_row(name, *[f"{mean:.1e}" for mean in means])
+        console.print(table)
+    if "gsm8k" in report:
+        table = Table("variant", "right", "same answer", "same text", title="GSM8K")
+        table.add_row("full", _interval(report["gsm8k"]["right_full"], "{:.1%}"), "", "")
+        for name, one in report["gsm8k"]["variants"].items():
+            table.add_row(name, *[_interval(one[key], "{:.1%}") for key in ("right", "same_answer", "same_text")])
+        console.print(table)
+
+
+def _interval(figure: Mapping[str, float], form: str) -> str:
+    return f"{form.format(figure['value'])} [{form.format(figure['low'])}, {form.format(figure['high'])}]"
+
+
+def draw(report: Mapping[str, Any], path: Path) -> Path:
+    """KL on text, right answers to the tasks that count, and KL along a long output."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    on_text, on_tasks, along = figure.subplots(1, 3)
+    names = list(report["variants"])
+    corpora = report.get("text", {})
+    width = 0.8 / max(1, len(corpora))
+    for place, (corpus, variants) in enumerate(corpora.items()):
+        kl = [variants[name]["kl"] for name in names]
+        values = [one["value"] for one in kl]
+        around = [[one["value"] - one["low"] for one in kl], [one["high"] - one["value"] for one in kl]]
+        on_text.bar([i + place * width for i in range(len(names))], values, width, yerr=around, label=corpus, capsize=2)
+    on_text.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    on_text.set_yscale("symlog", linthresh=1e-6)
+    on_text.set_ylabel("KL(full || variant), nats per token")
+    on_text.set_title("real text")
+    if corpora:
+        on_text.legend()
+    counted = [task for task in report.get("tasks", []) if task["counts"]]
+    labels = [f"{task['kind']} {task['length']}" for task in counted]
+    width = 0.8 / (len(names) + 1)
+    if counted:
+        on_tasks.bar(range(len(counted)), [task["exact_match_full"]["value"] for task in counted], width, label="full")
+    for place, name in enumerate(names if counted else [], start=1):
+        right = [task["variants"][name]["exact_match"]["value"] for task in counted]
+        on_tasks.bar([i + place * width for i in range(len(counted))], right, width, label=name)
+    on_tasks.set_xticks(range(len(counted)), labels, rotation=30, ha="right")
+    on_tasks.set_ylim(0, 1.05)
+    on_tasks.set_title("right answers, tasks that count")
+    if counted:
+        on_tasks.legend(fontsize="small")
+    if "accumulation" in report:
+        bounds = report["accumulation"]["bounds"]
+        for name, means in report["accumulation"]["variants"].items():
+            along.plot(bounds[1:], means, marker=".", label=name)
+        along.legend(fontsize="small")
+        along.set_yscale("symlog", linthresh=1e-6)
+    along.set_xlabel("generated tokens")
+    along.set_title("KL along a long output")
+    figure.savefig(path, dpi=150)
+    return path

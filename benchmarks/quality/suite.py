@@ -1,0 +1,146 @@
+"""All engines over all cases, in step: what the full run and a variant say of a token is compared, and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.quality.cases import Case, Size, answers, passages, prompts
+from benchmarks.quality.compare import Compared, Figure, mean_of, pieces
+from benchmarks.quality.forced import Forced
+from benchmarks.quality.tasks import KINDS, tasks
+
+Tell = Callable[[str], None]
+PASSES = 0.7  # a task says something about a variant only if the full run masters it
+
+
+class Suite:
+    """One full-precision engine and the engines of the variants, all of the same model.
+
+    Args:
+        full: the run that others are measured against.
+        variants: by name.
+        tell: called with what comes next.
+        share: whether questions about one context share its KV in the prefix cache. A policy that scores tokens while
+            it computes a prompt sees less of it after a hit: measure such without.
+    """
+
+    def __init__(
+        self, full: Forced, variants: Mapping[str, Forced], size: Size, *, tell: Tell, share: bool = True
+    ) -> None:
+        self.full, self.variants, self.size, self.tell, self.share = full, variants, size, tell, share
+        self.tokenizer = full.engine.tokenizer
+        self.max_len = min(engine.engine.max_model_len for engine in (full, *variants.values()))
+
+    def compare(self, case: Case) -> dict[str, Compared]:
+        """Every variant against the full run on one case."""
+        found = {name: Compared() for name in self.variants}
+        engines = [self.full, *self.variants.values()]
+        reads = [each.read(case.tokens, case.start, decode=case.decode, share=case.share) for each in engines]
+        for (position, full), *others in zip(*reads, strict=True):
+            tokens = case.tokens[position : position + len(full)]
+            for compared, (at, logits) in zip(found.values(), others, strict=True):
+                assert at == position, "all engines compute the same chunks"
+                compared.add(full, logits, tokens)
+        return found
+
+    def text(self, corpora: Mapping[str, str]) -> dict[str, Any]:
+        """KL divergence, perplexity change and agreement on real text, read in chunks."""
+        report: dict[str, Any] = {}
+        for corpus, text in corpora.items():
+            length = min(self.size.passage_tokens, self.max_len)
+            read: dict[str, list[Compared]] = {name: [] for name in self.variants}
+            for number, case in enumerate(passages(self.tokenizer, text, self.size.passages, length), start=1):
+                self.tell(f"text: {corpus} {number}/{self.size.passages}, {len(case.tokens)} tokens")
+                for name, compared in self.compare(case).items():
+                    read[name].append(compared)
+            report[corpus] = {name: self._distance(each) for name, each in read.items()}
+        return report
+
+    def _distance(self, read: Sequence[Compared]) -> dict[str, Any]:
+        def mean(values: Callable[[Compared], Sequence[float]]) -> Figure:
+            return mean_of([piece for each in read for piece in pieces(values(each), self.size.unit)])
+
+        change = mean(lambda each: np.subtract(each.nll, each.nll_full).tolist())
+        return {
+            "kl": asdict(mean(lambda each: each.kl)),
+            "perplexity_full": float(np.exp(mean(lambda each: each.nll_full).value)),
+            "perplexity_change": asdict(change.through(lambda nats: float(np.expm1(nats)))),
+            "top1_agreement": asdict(mean(lambda each: each.agrees)),
+            "num_tokens": sum(len(each.kl) for each in read),
+        }
+
+    def recall(self) -> list[dict[str, Any]]:
+        """Tasks of every kind and length: who answers right, and how surprising the right answer is."""
+        report = []
+        for kind in KINDS:
+            for length in self.size.lengths:
+                fits = min(length, self.max_len - 64)
+                self.tell(f"task: {kind}, {fits} tokens, {self.size.contexts} contexts")
+                contexts = [
+                    [self.compare(case) for case in answers(task, share=self.share)]
+                    for task in tasks(self.tokenizer, kind, fits, self.size.contexts)
+                ]
+                report.append({"kind": kind, "length": fits, **self._answers(contexts)})
+        return report
+
+    def _answers(self, contexts: Sequence[Sequence[Mapping[str, Compared]]]) -> dict[str, Any]:
+        def mean(name: str, value: Callable[[Compared], float]) -> Figure:
+            return mean_of([[value(question[name]) for question in questions] for questions in contexts])
+
+        any_name = next(iter(self.variants))
+        full = mean(any_name, lambda each: all(each.right_full))
+        return {
+            "num_questions": sum(map(len, contexts)),
+            "exact_match_full": asdict(full),
+            "answer_nll_full": asdict(mean(any_name, lambda each: sum(each.nll_full))),
+            "counts": full.value >= PASSES,
+            "variants": {
+                name: {
+                    "exact_match": asdict(mean(name, lambda each: all(each.right))),
+                    "exact_match_change": asdict(mean(name, lambda each: all(each.right) - all(each.right_full))),
+                    "answer_nll_change": asdict(mean(name, lambda each: sum(each.nll) - sum(each.nll_full))),
+                }
+                for name in self.variants
+            },
+        }
+
+    def follow(self, count: int, followed: int, what: str) -> dict[str, list[Compared]]:
+        """Every variant made to say, token by token, what the full run said of its own accord."""
+        found: dict[str, list[Compared]] = {name: [] for name in self.variants}
+        room = self.max_len - followed
+        for number, prompt in enumerate(prompts(self.tokenizer, count, min(self.size.prompt_tokens, room)), start=1):
+            if number == 1 or number % 25 == 0:
+                self.tell(f"{what}: prompt {number}/{count}, {followed} tokens")
+            said = self.full.continuation(prompt, followed)
+            for name, compared in self.compare(Case(prompt + said, len(prompt), decode=True)).items():
+                found[name].append(compared)
+        return found
+
+    def divergence(self) -> dict[str, Any]:
+        """How far greedy outputs are the same: following the full run, the first other choice is where they part."""
+        followed = self.size.followed
+        report = {}
+        for name, each in self.follow(self.size.prompts, followed, "first divergence").items():
+            where = [one.first_divergence for one in each]
+            parted = [position for position in where if position is not None]
+            report[name] = {
+                "never": asdict(mean_of([[position is None] for position in where])),
+                "mean_same": asdict(mean_of([[followed if position is None else position] for position in where])),
+                "median_of_parted": float(np.median(parted)) if parted else None,
+            }
+        return {"followed": followed, "variants": report}
+
+    def accumulation(self) -> dict[str, Any]:
+        """Whether the distance grows along a long output: mean KL in eight runs of it."""
+        followed = min(self.size.long_followed, self.max_len - 64)
+        bounds = np.linspace(0, followed, 9).astype(int).tolist()
+        report = {}
+        for name, each in self.follow(self.size.long_prompts, followed, "error accumulation").items():
+            kl = np.array([one.kl for one in each])
+            report[name] = [float(kl[:, first:last].mean()) for first, last in pairwise(bounds)]
+        return {"bounds": bounds, "variants": report}
