@@ -38,10 +38,10 @@ class Size:
     gsm8k: int
 
 
-QUICK = Size(1, 1024, 32, (1024,), 1, 4, 128, 32, 1, 128, 8)
-# At least 500 units of everything that has an interval: 64 runs a passage, 64 contexts of 8 or 10 questions a task,
-# 500 prompts, 500 questions.
-FULL = Size(8, 4096, 64, (1024, 2048, 4096, 8192), 64, 500, 256, 64, 4, 2000, 500)
+QUICK = Size(1, 1024, 32, (1024,), 2, 4, 128, 32, 1, 128, 8)
+# At least 500 of everything: 64 runs in each of 8 passages, 4 questions on each of 32 contexts of 4 lengths, 500
+# prompts.
+FULL = Size(8, 4096, 64, (1024, 2048, 4096, 8192), 32, 500, 256, 64, 4, 2000, 500)
 
 
 def corpora(extra: Path | None) -> dict[str, str]:

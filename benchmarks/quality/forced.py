@@ -1,7 +1,7 @@
 """Forced: an engine that reads given tokens, and shows the logits that it had before each.
 
-    chunk    tokens are one prompt, computed in chunks of the token budget; every row gives logits    fast
-    decode   the continuation is "generated" one token at a time, whatever the model would say     as served
+    chunk    tokens are one prompt, computed in chunks of the token budget; every row gives logits   fast
+    decode   the continuation is "generated" one token at a time, whatever the model would say       as served
 
 Both run the engine's own steps: what a token reads is what it would read in serving, blocks, formats and policies
 included. Only the decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler may be

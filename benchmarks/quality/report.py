@@ -43,7 +43,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             table.add_column(f"{name}: right")
             table.add_column("answer NLL change")
         for task in report["tasks"]:
-            row = [task["kind"], str(task["length"]), str(task["num_questions"])]
+            row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"])]
             row += [_interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
             for one in task["variants"].values():
                 row += [f"{one['exact_match']['value']:.0%}", _interval(one["answer_nll_change"], "{:+.3f}")]
@@ -94,7 +94,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     on_text.set_title("real text")
     if corpora:
         on_text.legend()
-    counted = [task for task in report.get("tasks", []) if task["counts"]]
+    counted = [task for task in report.get("tasks", []) if task["counts"] and task["length"]]
     labels = [f"{task['kind']} {task['length']}" for task in counted]
     width = 0.8 / (len(names) + 1)
     if counted:
@@ -106,7 +106,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     on_tasks.set_ylim(0, 1.05)
     on_tasks.set_title("right answers, tasks that count")
     if counted:
-        on_tasks.legend(fontsize="small")
+        on_tasks.legend(fontsize="small", loc="lower right")
     if "accumulation" in report:
         bounds = report["accumulation"]["bounds"]
         for name, means in report["accumulation"]["variants"].items():

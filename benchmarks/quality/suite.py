@@ -75,9 +75,13 @@ class Suite:
         }
 
     def recall(self) -> list[dict[str, Any]]:
-        """Tasks of every kind and length: who answers right, and how surprising the right answer is."""
-        report = []
+        """Tasks of every kind and length: who answers right, and how surprising the right answer is.
+
+        The lengths of a kind that count are reported together as well, as length None.
+        """
+        report: list[dict[str, Any]] = []
         for kind in KINDS:
+            counted: list[Sequence[Mapping[str, Compared]]] = []
             for length in self.size.lengths:
                 fits = min(length, self.max_len - 64)
                 self.tell(f"task: {kind}, {fits} tokens, {self.size.contexts} contexts")
@@ -86,6 +90,9 @@ class Suite:
                     for task in tasks(self.tokenizer, kind, fits, self.size.contexts)
                 ]
                 report.append({"kind": kind, "length": fits, **self._answers(contexts)})
+                counted += contexts if report[-1]["counts"] else []
+            if counted:
+                report.append({"kind": kind, "length": None, **self._answers(counted)})
         return report
 
     def _answers(self, contexts: Sequence[Sequence[Mapping[str, Compared]]]) -> dict[str, Any]:

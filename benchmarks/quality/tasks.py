@@ -23,6 +23,7 @@ from functools import cache
 
 from pagoda.model.tokenizer import Tokenizer
 
+QUESTIONS = 4  # about each context
 _PLACES = ("harbour", "library", "observatory", "bakery", "orchard", "theatre", "museum", "station", "castle", "mill")
 _FACTS = (
     "The ferry leaves from pier",
@@ -77,17 +78,17 @@ def tasks(tokenizer: Tokenizer, kind: str, length: int, count: int, *, seed: int
 
 
 def _needle(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {fact: str(rng.randrange(1000, 10000)) for fact in _FACTS}
+    facts = {fact: str(rng.randrange(1000, 10000)) for fact in rng.sample(_FACTS, QUESTIONS)}
     return _in_text(tokenizer, "needle", length, rng, prose(), facts, "{} {}.")
 
 
 def _multi_key(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {f"The code of the {place} is": str(rng.randrange(1000, 10000)) for place in _PLACES}
+    facts = {f"The code of the {place} is": str(rng.randrange(1000, 10000)) for place in rng.sample(_PLACES, QUESTIONS)}
     return _in_text(tokenizer, "multi_key", length, rng, prose(), facts, "{} {}.")
 
 
 def _variables(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    names = rng.sample(_VARIABLES, len(_VARIABLES))
+    names = rng.sample(_VARIABLES, QUESTIONS)
     values = [str(rng.randrange(1000, 10000)) for _ in range(len(names) // 2)]
     lines = []
     for first, second, value in zip(names[::2], names[1::2], values, strict=True):
@@ -146,7 +147,7 @@ def _filler(tokenizer: Tokenizer, texts: Sequence[str], length: int, rng: random
 
 
 def _chat(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {topic: rng.choice(answers) for topic, answers in _PERSONAL.items()}
+    facts = {topic: rng.choice(_PERSONAL[topic]) for topic in rng.sample(sorted(_PERSONAL), QUESTIONS)}
     told = [
         {"role": "user", "content": f"Please remember this: my {topic} is {answer}."} for topic, answer in facts.items()
     ]
