@@ -4,8 +4,8 @@
     decode   the continuation is "generated" one token at a time, whatever the model would say       as served
 
 Both run the engine's own steps: what a token reads is what it would read in serving, blocks, formats and policies
-included. Only the decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler may be
-replaced by the token that is to come.
+included. Only the decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler may
+be replaced by the token that is to come.
 """
 
 from __future__ import annotations

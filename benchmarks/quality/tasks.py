@@ -1,7 +1,7 @@
 """Generated long-context tasks with known answers, after RULER (arXiv:2404.06654), written to suit small base models.
 
     needle      lone facts of different kinds in a long text                 "The ferry leaves from pier" -> 4821
-    multi_key   many facts of one form: the right one must be told apart     "The code of the harbour is" -> 4821
+    multi_key   many facts of one form: the right one must be told apart     "Code for the harbour:" -> 4821
     variables   assignments that copy each other, in source code             "# The value of beta is" -> 4821
     chat        something a user said many turns ago                         "Your dog's name is" -> Rex
 
@@ -83,7 +83,7 @@ def _needle(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
 
 
 def _multi_key(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {f"The code of the {place} is": str(rng.randrange(1000, 10000)) for place in rng.sample(_PLACES, QUESTIONS)}
+    facts = {f"Code for the {place}:": str(rng.randrange(1000, 10000)) for place in rng.sample(_PLACES, QUESTIONS)}
     return _in_text(tokenizer, "multi_key", length, rng, prose(), facts, "{} {}.")
 
 
