@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagoda.engine.kv_retention import KVRetention
 from pagoda.errors import InvalidRequest
 
 MAX_SAMPLES = 128
@@ -80,7 +81,8 @@ class SamplingParams:
     to the model's context; 0 computes the prompt, so that it is cached, and generates nothing. `logprobs=None` asks
     for none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than
     `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
-    nothing that shapes a draw may be set, and `n` of its beams are returned.
+    nothing that shapes a draw may be set, and `n` of its beams are returned. `kv_retention` says which of the request's
+    tokens stay in the cache before others.
 
     Raises:
         InvalidRequest: a field is out of range, or does not go with another; `param` names it.
@@ -104,6 +106,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    kv_retention: KVRetention | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, message: str) -> None:

@@ -189,6 +189,9 @@ class Scheduler:
         self.waiting.remove(sample)
         self.start(sample)
         sample.lease.tier_use = sample.request.tier_use
+        retention = sample.request.params.kv_retention
+        if retention is not None:
+            self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
         self._cache.restore(sample.lease, self.prefill_s_per_token)
         count = self._cache.chunk(sample.lease, count)
         if count:

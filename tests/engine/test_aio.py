@@ -11,7 +11,7 @@ import pytest
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import FinishReason, RequestOutput
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, RequestAborted
 from tests.engine.fakes import FakeRunner, FakeTokenizer, expected_output, make_core
 
@@ -118,4 +118,17 @@ async def test_a_live_stream_is_forked() -> None:
         await anext(engine.fork("nobody", GREEDY))
     await live.aclose()
     await until_idle(engine)
+    await engine.stop()
+
+
+async def test_leases_end_while_nothing_runs() -> None:
+    engine, _ = make()
+    await engine.start()
+    async for _ in engine.stream([1] * 12, GREEDY, leases=[LeaseSpec(12, ttl_s=0.2)]):
+        pass
+    assert engine.stats().num_leases == 1
+    async with asyncio.timeout(5):
+        while engine.stats().num_leases:  # a snapshot: nobody asks the engine for anything
+            await asyncio.sleep(0.02)
+    assert engine.stats().num_held_blocks == 0
     await engine.stop()

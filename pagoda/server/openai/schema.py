@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
@@ -63,6 +64,31 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class RetentionRange(BaseModel):
+    """Tokens of the prompt from `token_start` to before `token_end`, or to its end, and what they are worth."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    token_start: int
+    token_end: int | None = None
+    priority: int
+    duration_s: float | None = None
+
+
+class KVRetentionRequest(BaseModel):
+    """`kv_retention`: the fields are those of TensorRT-LLM's KvCacheRetentionConfig, with shorter names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ranges: Annotated[list[RetentionRange], Field(max_length=MAX_RANGES)] = []
+    decode_priority: int | None = None
+    decode_duration_s: float | None = None
+
+    @property
+    def spec(self) -> KVRetention:
+        """The engine's form; raises InvalidRequest."""
+        ranges = [Directive(each.token_start, each.token_end, each.priority, each.duration_s) for each in self.ranges]
+        return KVRetention(tuple(ranges), self.decode_priority, self.decode_duration_s)
+
+
 class GenerationRequest(BaseModel):
     """What all endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
 
@@ -99,6 +125,7 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    kv_retention: KVRetentionRequest | None = None
 
     def leases(self, num_prompt_tokens: int) -> tuple[LeaseSpec, ...]:
         """What `prompt_cache_retention` asks for a prompt: only `24h` is more than every prompt gets."""
@@ -139,6 +166,7 @@ class GenerationRequest(BaseModel):
             beam=beam,
             max_tokens=0 if self.is_prewarm else max_tokens,
             logprobs=logprobs,
+            kv_retention=None if self.kv_retention is None else self.kv_retention.spec,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's clients write "off" as -1
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
