@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagoda.engine.runner import ModelRunner
 from pagoda.errors import ConfigError, ModelNotFound
-from pagoda.model.decoder import Decoder
 from pagoda.model.lora import Adapter, load_adapter
 
 
@@ -15,13 +15,13 @@ class Adapters:
 
     Args:
         table: by name; whoever serves requests reads it.
-        decoder: the model they are for.
+        runner: has the model they are for.
         model_name: no adapter may have it.
     """
 
-    def __init__(self, table: dict[str, Adapter], decoder: Decoder, model_name: str) -> None:
+    def __init__(self, table: dict[str, Adapter], runner: ModelRunner, model_name: str) -> None:
         self._table = table
-        self._decoder = decoder
+        self._runner = runner
         self._model_name = model_name
 
     @property
@@ -35,7 +35,7 @@ class Adapters:
         Raises:
             ModelError: it cannot be read, or is not for this model.
         """
-        decoder = self._decoder
+        decoder = self._runner.decoder
         return load_adapter(Path(path).expanduser(), decoder.spec, decoder.dtype, decoder.device)
 
     def add(self, name: str, adapter: Adapter) -> None:

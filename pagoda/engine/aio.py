@@ -122,6 +122,12 @@ class AsyncEngine:
         """Forget an adapter: see `Adapters.unload`."""
         await self._between_steps(lambda: self._engine.adapters.unload(name))
 
+    async def reload_weights(self, path: str) -> str:
+        """Go on with other weights while requests run: see `Engine.install_weights`. Returns their identity."""
+        loaded = await asyncio.to_thread(self._engine.read_weights, path)
+        await self._between_steps(lambda: self._engine.install_weights(loaded))
+        return loaded.weights_identity
+
     async def _between_steps(self, work: Callable[[], T]) -> T:
         if not self.is_healthy or self._loop is None:
             raise RequestAborted("the engine is not running")

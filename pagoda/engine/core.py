@@ -434,6 +434,11 @@ class EngineCore:
             request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes), request.explanation
         )
 
+    def renew(self, fingerprint: bytes) -> None:
+        """Let a changed model go on: no KV of the old one is used again. Requests keep what they have generated."""
+        self._scheduler.preempt_all()
+        self.cache.renew(fingerprint)
+
     def abort_all(self) -> list[RequestOutput]:
         """End every request now and let go of all blocks."""
         return [self._end(request, FinishReason.ABORT) for request in list(self._requests.values())]

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, cast
 
@@ -145,8 +145,9 @@ class Engine:
                 self.max_model_len,
                 loaded.spec.max_context,
             )
+        self._runner = ModelRunner(loaded.decoder, pool)
         self.core = EngineCore(
-            ModelRunner(loaded.decoder, pool),
+            self._runner,
             cache,
             loaded.tokenizer,
             self.config,
@@ -154,9 +155,48 @@ class Engine:
             eos_ids=loaded.tokenizer.eos_ids,
             max_model_len=self.max_model_len,
         )
-        self.adapters = Adapters(self.core.adapters, loaded.decoder, loaded.name)
+        self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         self._bytes_total = pool.num_bytes
         self._names = itertools.count()
+
+    def reload_weights(self, path: str) -> None:
+        """Go on with other weights of the same shape: `read_weights` and `install_weights`."""
+        self.install_weights(self.read_weights(path))
+
+    def read_weights(self, path: str) -> LoadedModel:
+        """Read other weights for this model. Changes nothing: any thread may do it, while requests run.
+
+        Raises:
+            ModelNotFound, ModelError: they cannot be found or loaded.
+            ConfigError: their config differs from that of the model that runs.
+        """
+        decoder = self._runner.decoder
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        loaded = load_model(
+            path,
+            dtype=dtype,
+            device=decoder.device,
+            max_model_len=self.spec.max_context,
+            progress=lambda what, done, total: None,
+        )
+        differing = [
+            each.name
+            for each in fields(self.spec)
+            if each.name != "dtype" and getattr(loaded.spec, each.name) != getattr(self.spec, each.name)
+        ]
+        if differing:
+            raise ConfigError(f"{path} is another model: it differs in {', '.join(differing)}")
+        return loaded
+
+    def install_weights(self, loaded: LoadedModel) -> None:
+        """Compute with these weights from the next step on. No KV of the old ones is ever used again.
+
+        Requests that run go on from what they have generated, which is computed again; leases end. Call it between two
+        steps.
+        """
+        self._runner.decoder = loaded.decoder
+        self.weights_identity = loaded.weights_identity
+        self.core.renew(_fingerprint(self.core.cache.layout, loaded))
 
     def close(self) -> None:
         """Write what waits to be written to lower tiers, and let go of them."""
@@ -283,11 +323,6 @@ def _cache(
         raise ConfigError(f"tier_after_hits must be 0 or more, got {after_hits}")
     if not tiers:
         return KVCache(layout, pool, policy, shares=shares)
-    identity = {
-        "weights": loaded.weights_identity,
-        "ropes": repr(loaded.spec.ropes),
-        "compute": str(loaded.decoder.dtype),
-    }
     specs = [parse_tier(tier) for tier in tiers]
     policies = [_write_policy(spec) for spec in specs]
     key = None if tier_key is None else load_key(tier_key)
@@ -297,8 +332,17 @@ def _cache(
         for spec, policy in zip(specs, policies, strict=True)
     ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
-    keys = KeyChain(layout.fingerprint(identity), hashlib.sha256((secret or "").encode()).digest())
+    keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
     return TieredCache(layout, pool, hierarchy, keys, policy, shares)
+
+
+def _fingerprint(layout: KVLayout, loaded: LoadedModel) -> bytes:
+    identity = {
+        "weights": loaded.weights_identity,
+        "ropes": repr(loaded.spec.ropes),
+        "compute": str(loaded.decoder.dtype),
+    }
+    return layout.fingerprint(identity)
 
 
 def _write_policy(spec: TierSpec) -> WritePolicy:

@@ -89,10 +89,10 @@ def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | No
 
 
 class ModelRunner:
-    """Runs a decoder on a pool."""
+    """Runs a decoder on a pool; `decoder` may be replaced between steps, by one of the same shape."""
 
     def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._group_of_layer = pool.layout.group_of_layer
         self._kv = [
             KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(len(pool.layout.layers))
@@ -100,6 +100,6 @@ class ModelRunner:
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        device = self._decoder.device
+        device = self.decoder.device
         batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
-        return self._decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)
+        return self.decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)

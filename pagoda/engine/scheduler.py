@@ -85,6 +85,11 @@ class Scheduler:
             self.num_resumed_tokens += lease.restore_report.num_restored_blocks * self._cache.block_size
         sample.lease = None
 
+    def preempt_all(self) -> None:
+        """Send every running sample back to the queue, in its place."""
+        for sample in list(self.running):
+            self._preempt(sample)
+
     def schedule(self) -> list[Rows]:
         """Plan one step, reserving the blocks it writes to. Empty when nothing can run."""
         plan: dict[Sample, int] = {}

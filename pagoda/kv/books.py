@@ -276,6 +276,18 @@ class Books:
         _, tokens = self._tree.prefix_of(lease.pinned.last_block)
         return self.purge(lease.scope, tokens)
 
+    def renew(self, fingerprint: bytes) -> None:
+        """Forget all that is cached or leased: another model, of this `KVLayout.fingerprint`, computes from now on.
+
+        Raises:
+            InvariantError: a request holds KV; nothing changed.
+        """
+        if self._leases:
+            raise InvariantError(f"{len(self._leases)} requests hold KV of the old model")
+        for namespace in {scope.namespace for scope in self._tree.scopes()}:
+            self.purge(namespace)
+        self.misses.forget()
+
     def _purge_subtree(self, node: Node, at: int) -> int:
         count = self._forget(self._tree.cut(node, at))
         above = node if at else node.parent

@@ -10,6 +10,7 @@ lower tiers and events. Keys are HMACs under a cluster secret, so a stored key t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ class KeyChain:
         # Copying a state that has taken in the secret is faster than taking it in again for every key.
         self._root = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda root")
         self._block = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda block")
+
+    def for_model(self, fingerprint: bytes) -> KeyChain:
+        """Keys under the same secret, for another model."""
+        other = copy.copy(self)
+        other._fingerprint = fingerprint
+        return other
 
     def root(self, scope: Scope) -> BlockKey:
         """The parent key of a sequence's first block."""

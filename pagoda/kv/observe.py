@@ -98,6 +98,10 @@ class MissLog:
         while len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
+    def forget(self) -> None:
+        """Remember no eviction: what was evicted is of no use to anyone any more."""
+        self._ghosts.clear()
+
     def explain(self, tokens: TokenArray, scope: Scope) -> Explanation:
         """Why a lookup of `tokens` would find no more than it does. Mutates nothing."""
         match = self._tree.match(tokens[:-1], scope)

@@ -200,6 +200,11 @@ class TieredCache(KVCache):
             self._io.export_block(block, payload)
         self.hierarchy.write(policy, [record for _, record in named], payloads, above)
 
+    def renew(self, fingerprint: bytes) -> None:
+        """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""
+        super().renew(fingerprint)
+        self._keys = self._keys.for_model(fingerprint)
+
     def close(self) -> None:
         """Write what is queued and close the tiers."""
         self.hierarchy.close()

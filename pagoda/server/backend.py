@@ -117,6 +117,9 @@ class Backend(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; raises ModelNotFound if there is none of the name."""
 
+    async def reload_weights(self, path: str) -> str:
+        """Go on with other weights, whose identity it returns; raises PagodaError if they cannot be had."""
+
     async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
         """The result of `work` on the cache, between two steps of the engine."""
 

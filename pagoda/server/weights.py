@@ -1,7 +1,8 @@
-"""The operator's routes for what the model is: LoRA adapters that come and go. Names and bodies are vLLM's.
+"""The operator's routes for what the model is: LoRA adapters that come and go, as vLLM has them, and new weights.
 
     POST /load_lora_adapter      {"lora_name": NAME, "lora_path": FOLDER}    on the server's file system
     POST /unload_lora_adapter    {"lora_name": NAME}
+    POST /reload_weights         {"path": FOLDER}                            the same model's, trained further
 
 With the admin key only, as the paths are the server's own.
 """
@@ -14,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pagoda.errors import ConfigError, InvalidRequest, ModelError
+from pagoda.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
 from pagoda.server.openai.respond import Served
@@ -35,6 +36,13 @@ class UnloadRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
     lora_name: str
+
+
+class ReloadRequest(BaseModel):
+    """Where the new weights are."""
+
+    model_config = ConfigDict(strict=True)
+    path: str
 
 
 def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
@@ -58,6 +66,15 @@ def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
         wanted = _parse(UnloadRequest, await read_body(request, max_body_bytes))
         await engine.unload_adapter(wanted.lora_name)
         return JSONResponse({"id": wanted.lora_name, "loaded": False})
+
+    @router.post("/reload_weights")
+    async def reload(request: Request) -> Response:
+        wanted = _parse(ReloadRequest, await read_body(request, max_body_bytes))
+        try:
+            identity = await engine.reload_weights(wanted.path)
+        except (ModelError, ModelNotFound, ConfigError) as error:
+            raise HttpError(400, "weights_refused", str(error), param="path") from None
+        return JSONResponse({"weights": identity})
 
     return router
 

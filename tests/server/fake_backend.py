@@ -144,6 +144,9 @@ class FakeBackend:
     async def unload_adapter(self, name: str) -> None:
         raise NotImplementedError
 
+    async def reload_weights(self, path: str) -> str:
+        raise NotImplementedError
+
     async def start(self) -> None:
         self.is_healthy = True
 

@@ -140,6 +140,19 @@ async def test_adapters_are_models_that_come_and_go(live: Live, tmp_path: Path) 
         await ask("pirate")
 
 
+async def test_weights_are_reloaded_by_the_operator(live: Live, folder: Path) -> None:
+    admin = {"X-Admin-Key": "root"}
+    first = await live.client.chat.completions.create(messages=QUESTION, **GREEDY)
+    refused = await live.http.post("/v1/reload_weights", json={"path": str(folder / "nothing")}, headers=admin)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "weights_refused")
+    assert (await live.http.post("/v1/reload_weights", json={"path": str(folder)})).status_code == 403
+    done = await live.http.post("/v1/reload_weights", json={"path": str(folder)}, headers=admin)
+    assert len(done.json()["weights"]) == 64
+    again = await live.client.chat.completions.create(messages=QUESTION, **GREEDY)
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
+
+
 async def test_many_users_get_what_one_would(live: Live) -> None:
     async def ask(index: int) -> str:
         answer = await live.client.completions.create(prompt=f"The boats at dawn {index}", **GREEDY)
