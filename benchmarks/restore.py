@@ -1,7 +1,6 @@
 """Measure what tiers below the pool bring, and that they never cost: `python -m benchmarks.restore`.
 
 restart       first request after a restart, from disk, against cold
-working-set   agent sessions that need several times the pool, with and without tiers (--traces)
 never-slower  time to first token over tiers of many speeds, some changing in mid-run, against cold
 """
 
@@ -12,7 +11,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,45 +52,8 @@ def restart(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sessions(engine: Engine, traces: Path, limit: int) -> list[list[int]]:
-    """Prompts of agent sessions in order of time, as many as asked for, without those longer than the context."""
-    rows = [json.loads(line) for path in sorted(traces.glob("*.jsonl")) for line in path.open(encoding="utf-8")]
-    prompts: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: row["timestamp"]):
-        tokens = engine.tokenizer.encode(row["input"], add_special_tokens=False)
-        if len(tokens) < engine.max_model_len:
-            prompts.append(tokens)
-        if len(prompts) == limit:
-            break
-    return prompts
-
-
-def working_set(args: argparse.Namespace) -> dict[str, Any]:
-    if args.traces is None:
-        raise SystemExit("working-set needs --traces")
-    results: dict[str, Any] = {}
-    for name, tiers in {"none": [], "dram": ["dram:2GiB"], "disk": ["disk:{folder}:4GiB"]}.items():
-        with tempfile.TemporaryDirectory() as folder:
-            specs = [tier.format(folder=folder) for tier in tiers]
-            engine = Engine(args.model, kv_memory="400MiB", tiers=specs, progress=False)
-            prompts = sessions(engine, args.traces, args.requests)
-            started, times, hits = time.perf_counter(), [], 0
-            for prompt in prompts:
-                seconds, hit = ttft(engine, prompt)
-                times.append(seconds)
-                hits += hit
-            results[name] = {
-                "seconds": time.perf_counter() - started,
-                "ttft_s": spread(times),
-                "hit_share": hits / sum(map(len, prompts)),
-            }
-            engine.close()
-    return results
-
-
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "restart": restart,
-    "working-set": working_set,
     "never-slower": never_slower,
 }
 
@@ -105,8 +66,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=900, help="prompts of `never-slower`")
     parser.add_argument("--points", type=int, help="`never-slower` with about so many of its speeds only")
     parser.add_argument("--out", type=Path, help="a folder for the JSON and PNG of `never-slower`")
-    parser.add_argument("--requests", type=int, default=60, help="requests of `working-set`")
-    parser.add_argument("--traces", type=Path, help="a folder of agent sessions, one JSONL file each")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["restart", "never-slower"])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
