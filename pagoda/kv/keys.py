@@ -41,9 +41,9 @@ class Scope:
     adapter_from: int = 0
 
     def to_bytes(self) -> bytes:
-        """An unambiguous encoding: each field with its length in front."""
-        fields = (self.namespace, self.salt, self.adapter, str(self.adapter_from))
-        return b"".join(_with_length(field.encode()) for field in fields)
+        """An unambiguous encoding: each field with its length in front, the rarer ones only where they are set."""
+        rare = (str(self.adapter_from),) if self.adapter_from else ()
+        return b"".join(_with_length(field.encode()) for field in (self.namespace, self.salt, self.adapter, *rare))
 
 
 class KeyChain:

@@ -120,6 +120,11 @@ def test_scopes_are_encoded_without_ambiguity(a: tuple[str, str, str], b: tuple[
     assert (Scope(*a).to_bytes() == Scope(*b).to_bytes()) == (a == b)
 
 
+def test_where_an_adapter_begins_is_part_of_the_scope() -> None:
+    scopes = [Scope(adapter="a"), Scope(adapter="a", adapter_from=1), Scope(adapter="a1"), Scope(adapter="a", salt="1")]
+    assert len({CHAIN.root(scope) for scope in scopes}) == 4
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="64 bytes"):
         KeyChain(FINGERPRINT, b"x" * 65)
