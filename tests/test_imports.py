@@ -30,7 +30,7 @@ MODULES = {
 EXTENSION = "pagoda._native"  # compiled from csrc/: kernels only
 
 LEAVES = ("layout", "keys", "allocator", "block_table", "radix", "radix_node", "eviction", "retention", "tenants")
-METADATA = ("books", "cache", "lease", "observe", *LEAVES)
+METADATA = ("books", "cache", "lease", "observe", "view", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -78,8 +78,9 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "frequency": (),
     "hierarchy": ("fetch", "frequency", "keys", "layout", "transfer", *TIER_PROTOCOL),
     "restore": ("fetch", "lease", "radix_node", "transfer"),
-    "observe": LEAVES,
-    "books": ("computing", "lease", "observe", *LEAVES),
+    "observe": ("lease", *LEAVES),
+    "view": LEAVES,
+    "books": ("computing", "lease", "observe", "view", *LEAVES),
     "cache": ("books", "computing", "directives", "lease", *LEAVES),
     "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }

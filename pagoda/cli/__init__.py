@@ -15,10 +15,12 @@ from rich.markup import escape
 from pagoda import __version__
 from pagoda.cli.chat import chat
 from pagoda.cli.generate import generate
+from pagoda.cli.kv import app as kv
 from pagoda.cli.plan import plan
 from pagoda.cli.replay import replay
 from pagoda.cli.serve import serve
 from pagoda.cli.tier import app as tier
+from pagoda.cli.usage import usage
 from pagoda.errors import PagodaError
 
 app = typer.Typer(
@@ -34,7 +36,9 @@ app.command()(chat)
 app.command()(generate)
 app.command()(plan)
 app.command()(replay)
+app.command()(usage)
 app.add_typer(tier)
+app.add_typer(kv)
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from pagoda.engine.history import History
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
-from pagoda.kv.radix_node import as_tokens
+from pagoda.kv.observe import Explanation
+from pagoda.kv.radix_node import TokenArray, as_tokens
 from pagoda.kv.retention import Retained
+from pagoda.kv.view import PrefixView as PrefixView
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +39,24 @@ class TenantUsage:
 
 
 class CacheAdmin:
-    """Looks at a cache and changes what it retains."""
+    """Looks at a cache and at the last requests, and changes what the cache retains."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, history: History) -> None:
         self._cache = cache
+        self._history = history
+
+    def explanation(self, request_id: str, tenant: str) -> Explanation | None:
+        """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
+        return self._history.explain(request_id, tenant)
 
     def usage(self) -> list[TenantUsage]:
         """Every tenant's, by name. O(nodes of the tree)."""
         in_tree, leased = self._cache.blocks_by_namespace(), self._cache.retention.usage
         return [TenantUsage(name, in_tree[name], leased.get(name, 0)) for name in sorted(in_tree)]
+
+    def prefixes(self, tenant: str | None = None, limit: int = 1000) -> list[PrefixView]:
+        """The tree of a tenant, or of all: the first `limit` runs, parents first. O(of what is returned)."""
+        return list(islice(self._cache.prefixes(tenant), limit))
 
     def leases(self, tenant: str | None = None) -> list[LeaseInfo]:
         """The leases of a tenant, or all; the oldest first."""
@@ -77,9 +90,9 @@ class CacheAdmin:
         self._cache.retention.release(lease)
         return True
 
-    def named(self, tenant: str) -> dict[str, LeaseInfo]:
-        """A tenant's leases that have a name."""
-        return {lease.name: lease for lease in self.leases(tenant) if lease.name}
+    def lease_names(self) -> set[str]:
+        """The names of all leases that have one."""
+        return {lease.name for lease in self._cache.retention.leases if lease.name}
 
     def end_named(self, tenant: str, name: str) -> None:
         """End a tenant's lease of a name, if there is one."""
@@ -94,6 +107,26 @@ class CacheAdmin:
 
     def _named(self, tenant: str, name: str) -> list[Retained]:
         return [lease for lease in self._cache.retention.leases if (lease.owner, lease.name) == (tenant, name)]
+
+    def purge_tenant(self, tenant: str) -> int:
+        """Forget all of a tenant, leased or in use or not; returns how many blocks that took from the tree."""
+        self._history.forget_tenant(tenant)
+        return self._cache.purge(tenant)
+
+    def purge_prefix(self, tokens: Sequence[int] | TokenArray, scope: Scope) -> int:
+        """Forget what begins with a prefix, and what only led there; returns as `purge_tenant`."""
+        prefix = as_tokens(tokens)
+        self._history.forget_prefix(prefix, scope)
+        return self._cache.purge(scope, prefix)
+
+    def request_ids(self, start: str) -> list[str]:
+        """The ids of recent requests that start so."""
+        return self._history.ids(start)
+
+    def purge_request(self, request_id: str) -> int | None:
+        """Forget what begins with a recent request's prompt; returns as `purge_tenant`, None if it is not known."""
+        past = self._history.find(request_id)
+        return None if past is None else self.purge_prefix(past.prompt, past.scope)
 
     def clear(self) -> int:
         """Evict all that no request and no lease holds; returns how many blocks that freed."""

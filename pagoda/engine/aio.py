@@ -26,7 +26,6 @@ from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
-from pagoda.kv.observe import Explanation
 from pagoda.kv.tiered import TieredCache
 from pagoda.model.tokenizer import Tokenizer
 
@@ -95,18 +94,13 @@ class AsyncEngine:
         """The state after the last step; does not wait for the engine."""
         return self._stats
 
-    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
-        """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
-        owner, explanation = self._core.explanations.get(request_id, (None, None))
-        return explanation if owner == namespace else None
-
     async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
         """The result of `work` on the cache, between two steps.
 
         Raises:
             RequestAborted: the engine is not running.
         """
-        return await self._between_steps(lambda: work(CacheAdmin(self._core.cache)))
+        return await self._between_steps(lambda: work(CacheAdmin(self._core.cache, self._core.history)))
 
     @property
     def adapters(self) -> Sequence[str]:

@@ -8,7 +8,6 @@ add ──> Scheduler.schedule ──> Runner.execute ──> sample ──> KVC
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +17,7 @@ import torch
 from pagoda.engine.beam import BeamState
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
+from pagoda.engine.history import History, Past
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
@@ -51,7 +51,6 @@ from pagoda.model.tokenizer import Tokenizer
 
 _RESTORE_WAIT_S = 0.002
 _MIN_TOKENS_TO_TIME = 64
-_MAX_EXPLANATIONS = 1024
 
 
 class EngineCore:
@@ -80,7 +79,7 @@ class EngineCore:
         self.cache = cache
         self.max_model_len = max_model_len
         self.observers: list[EngineObserver] = []
-        self.explanations: OrderedDict[str, tuple[str, Explanation]] = OrderedDict()  # of the last requests
+        self.history = History(cache)
         self.adapters: dict[str, Adapter] = {}
         self._runner = runner
         self._config = config
@@ -322,10 +321,10 @@ class EngineCore:
                     observer.on_admitted(int(request.prompt.size), request.num_hit_tokens)
 
     def _remember(self, request: Request) -> None:
+        assert request.first_lease is not None, "a request is remembered once it runs"
         assert request.explanation is not None, "the scheduler asks before it starts a request"
-        self.explanations[request.request_id] = request.scope.namespace, request.explanation
-        while len(self.explanations) > _MAX_EXPLANATIONS:
-            self.explanations.popitem(last=False)
+        past = Past(request.prompt, request.scope, request.first_lease, request.explanation)
+        self.history.remember(request.request_id, past)
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
         """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
@@ -430,9 +429,7 @@ class EngineCore:
             stats = _request_stats(request)
             for observer in self.observers:
                 observer.on_finished(stats)
-        return RequestOutput(
-            request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes), request.explanation
-        )
+        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes))
 
     def renew(self, fingerprint: bytes) -> None:
         """Let a changed model go on: no KV of the old one is used again. Requests keep what they have generated."""

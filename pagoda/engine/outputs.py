@@ -71,7 +71,7 @@ class RequestOutput:
     """One step's news of one request. `finished` is true exactly once, on the last.
 
     `leases` answers the request's LeaseSpecs, in order of their ends, as far as its prompt is computed: all of them,
-    when there is any output token. `explanation` says why the prompt did not hit further.
+    when there is any output token. `explanation` says why the prompt did not hit further, to who asked for it.
     """
 
     request_id: str

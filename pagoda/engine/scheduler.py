@@ -177,14 +177,15 @@ class Scheduler:
                 if not self._cache.tenants.has_shares:
                     return  # not the next one either: a small request must not overtake a large one for ever
                 continue
-            if not self._start(sample, budget, plan):
+            if not self._start(sample, hit, budget, plan):
                 return
 
-    def _start(self, sample: Sample, budget: int, plan: dict[Sample, int]) -> bool:
+    def _start(self, sample: Sample, hit: Hit, budget: int, plan: dict[Sample, int]) -> bool:
         """Give a waiting sample a lease and room for its first tokens, and plan them; false if there is no room."""
+        tokens, scope = sample.tokens.view, sample.request.scope
         if sample.request.explanation is None:  # asked before room is made for it, which may evict what it is about
-            sample.request.explanation = self._cache.misses.explain(sample.tokens.view, sample.request.scope)
-        sample.lease = self._cache.acquire(sample.tokens.view, sample.request.scope)
+            sample.request.explanation = self._cache.misses.facts(tokens, scope, hit.match)
+        sample.lease = self._cache.acquire(tokens, scope, hit)
         count = min(sample.num_uncomputed, budget)
         try:
             self._cache.reserve(sample.lease, count)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -32,6 +32,7 @@ from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray
 from pagoda.kv.retention import PinnedPrefix, Retained, Retention
 from pagoda.kv.tenants import Share, Tenant, Tenants
+from pagoda.kv.view import PrefixView, prefixes
 
 
 class BlockCopier(Protocol):
@@ -56,11 +57,15 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A known prefix: its length, how many blocks hold it, and how many of those no lease holds yet."""
+    """A known prefix: its length, how many blocks hold it, and how many of those no lease holds yet.
+
+    `match` is it in the tree, good until the cache changes.
+    """
 
     num_tokens: int
     num_blocks: int
     num_idle_blocks: int
+    match: Match
 
 
 class Books:
@@ -142,7 +147,7 @@ class Books:
     def _hit(self, match: Match) -> Hit:
         ids = match.blocks[match.blocks != ABSENT]
         num_idle = ids.size - int(np.count_nonzero(self._allocator.held(ids)))
-        return Hit(match.num_tokens, int(ids.size), num_idle)
+        return Hit(match.num_tokens, int(ids.size), num_idle, match)
 
     def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
         """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none."""
@@ -329,6 +334,10 @@ class Books:
         for scope in self._tree.scopes():
             counts[scope.namespace] += self._tree.num_blocks(scope)
         return counts
+
+    def prefixes(self, namespace: str | None = None) -> Iterator[PrefixView]:
+        """What the tree has for a namespace, or for all: see `pagoda.kv.view`. Take it before the cache changes."""
+        return prefixes(self._tree, self._allocator.held, namespace)
 
     def clear(self) -> int:
         """Evict everything that no lease holds; returns how many blocks that freed."""

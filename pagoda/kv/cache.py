@@ -32,13 +32,16 @@ __all__ = ["BlockCopier", "CacheStats", "Hit", "KVCache"]
 class KVCache(Books):
     """Paged KV memory with prefix sharing: Books, and the life of a lease on them. Not thread-safe."""
 
-    def acquire(self, tokens: TokenArray, scope: Scope) -> Lease:
+    def acquire(self, tokens: TokenArray, scope: Scope, hit: Hit | None = None) -> Lease:
         """Pin the longest known prefix of `tokens`, at most all but the last, whose logits someone has to compute.
 
         A hit may end inside a block. If nobody else appends to that block, and all its tokens matched, the lease
         appends to it in place; otherwise it gets a copy, or, with no block to spare, a hit that ends before it.
+
+        Args:
+            hit: what `lookup` found, if nothing changed since.
         """
-        lease = self._hold(tokens, scope)
+        lease = self._hold(tokens, scope, self._tree.match(tokens[:-1], scope) if hit is None else hit.match)
         tenant = self._tenant(scope)
         for counts in self.stats, tenant:
             counts.num_query_tokens += tokens.size
@@ -46,8 +49,7 @@ class KVCache(Books):
         self._computing.add(lease)
         return lease
 
-    def _hold(self, tokens: TokenArray, scope: Scope) -> Lease:
-        match = self._tree.match(tokens[:-1], scope)
+    def _hold(self, tokens: TokenArray, scope: Scope, match: Match) -> Lease:
         if (
             self._copies_tail(match)
             and len(self._windows) > self.num_available_to(scope) - self._hit(match).num_idle_blocks

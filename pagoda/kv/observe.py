@@ -2,16 +2,18 @@
 
     commit ──> a hash of everything up to each block      8 bytes a block, chained: parent's hash + the block's tokens
     evict  ──> a ghost under that hash                    the last 65,536, oldest forgotten first
-    explain    the first missed block's hash ──> ghost?   else: another scope of the tenant? a divergence? never seen
+    facts      the first missed block's hash ──> ghost?   else: a divergence? never seen
+    elsewhere  another scope of the tenant?               asked only by who wants to know: it looks into each
 
-Only the tree's own scopes of the asking tenant are looked at, and only its own tokens are shown. The hashes never
-decide a hit, so that a collision could at worst spoil an explanation.
+`facts` are noted of every request, from the match that its admission made anyway. Only the tree's own scopes of the
+asking tenant are looked at, and only its own tokens are shown. The hashes never decide a hit, so that a collision could
+at worst spoil an explanation.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -20,8 +22,9 @@ import numpy.typing as npt
 
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
+from pagoda.kv.lease import RestoreReport
 from pagoda.kv.radix import RadixTree
-from pagoda.kv.radix_node import TokenArray
+from pagoda.kv.radix_node import Match, TokenArray
 
 MAX_GHOSTS = 65_536
 MAX_SCOPES = 64
@@ -34,6 +37,8 @@ class MissReason(StrEnum):
     NONE = "none"  # all but the last token hit, which is always computed
     EVICTED = "evicted"
     LEASE_EXPIRED = "lease_expired"  # and evicted then
+    RESTORE_FAILED = "restore_failed"  # a tier has it and could not give it
+    RESTORE_SLOWER = "restore_slower"  # a tier has it, and computing it was, or was predicted to be, faster
     OTHER_SCOPE = "other_scope"  # the tenant has it under another cache_salt or adapter
     DIVERGED = "diverged"
     NEVER_SEEN = "never_seen"
@@ -60,6 +65,7 @@ class Explanation:
         before, asked: tokens just before the first missed one, and from it on.
         cached: what the cache has there instead, if it diverged.
         differs: the scope's fields that differ, if another scope has it.
+        restore: what came of asking the tiers for what the device missed; None if they were not asked.
     """
 
     num_tokens: int
@@ -70,6 +76,20 @@ class Explanation:
     asked: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()
     differs: tuple[str, ...] = ()
+    restore: RestoreReport | None = None
+
+    def with_restore(self, report: RestoreReport | None) -> Explanation:
+        """This one, told with what tiers did: if one had more than it gave, that is the reason."""
+        if report is None:
+            return self
+        reason = self.reason
+        if report.num_failed_blocks:
+            reason = MissReason.RESTORE_FAILED
+        elif report.num_restored_blocks < report.num_found_blocks or report.num_slower_blocks or report.skipped_tiers:
+            reason = MissReason.RESTORE_SLOWER
+        elif report.num_restored_blocks == report.num_asked_blocks:
+            reason = MissReason.NONE
+        return replace(self, reason=reason, restore=report)
 
 
 class MissLog:
@@ -102,17 +122,17 @@ class MissLog:
         """Remember no eviction: what was evicted is of no use to anyone any more."""
         self._ghosts.clear()
 
-    def explain(self, tokens: TokenArray, scope: Scope) -> Explanation:
-        """Why a lookup of `tokens` would find no more than it does. Mutates nothing."""
-        match = self._tree.match(tokens[:-1], scope)
+    def facts(self, tokens: TokenArray, scope: Scope, match: Match) -> Explanation:
+        """Why a lookup of `tokens`, which found `match`, found no more, as far as that is told at once.
+
+        Mutates nothing, and matches nothing again.
+        """
         known = match.num_tokens
         before = _ids(tokens[max(0, known - CONTEXT_TOKENS) : known])
         asked = _ids(tokens[known : known + CONTEXT_TOKENS])
 
-        def because(
-            reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = (), differs: str = ""
-        ) -> Explanation:
-            return Explanation(tokens.size, known, reason, eviction, before, asked, cached, tuple(differs.split()))
+        def because(reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = ()) -> Explanation:
+            return Explanation(tokens.size, known, reason, eviction, before, asked, cached)
 
         if known == tokens.size - 1:
             return because(MissReason.NONE)
@@ -120,9 +140,7 @@ class MissLog:
         if ghost is not None:
             expired = ghost.lease_expired_at is not None
             return because(MissReason.LEASE_EXPIRED if expired else MissReason.EVICTED, ghost)
-        if differs := self._elsewhere(tokens, scope, known):
-            return because(MissReason.OTHER_SCOPE, differs=differs)
-        instead = self._tree.continuation(tokens[: known + self._tree.block_size], scope, CONTEXT_TOKENS)
+        instead = self._tree.after(match, scope, CONTEXT_TOKENS)
         if instead.size and instead[0] != tokens[known]:
             return because(MissReason.DIVERGED, cached=_ids(instead))
         return because(MissReason.NEVER_SEEN)
@@ -138,17 +156,19 @@ class MissLog:
         parent = int(self._hashes[blocks[0, index - 1]]) if index else hash(scope)
         return self._ghosts.get(hash((parent, block.astype(np.int64, copy=False).tobytes())))
 
-    def _elsewhere(self, tokens: TokenArray, scope: Scope, known: int) -> str:
-        """The fields in which a scope of the tenant differs that has at least a block more. Some scopes are asked."""
-        if not scope.namespace:  # without keys nobody is known to own both
-            return ""
+    def elsewhere(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:
+        """The facts of a prompt, or that another scope of its tenant has a block more. Some scopes are asked."""
+        # Without keys nobody is known to own both scopes.
+        if not scope.namespace or facts.reason not in (MissReason.DIVERGED, MissReason.NEVER_SEEN):
+            return facts
         for other in islice(self._tree.scopes(), MAX_SCOPES):
             if other.namespace != scope.namespace or other == scope:
                 continue
-            if self._tree.match(tokens[:-1], other).num_tokens >= known + self._tree.block_size:
+            if self._tree.match(tokens[:-1], other).num_tokens >= facts.num_hit_tokens + self._tree.block_size:
                 fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
-                return " ".join(name for name, differs in fields.items() if differs)
-        return ""
+                differs = tuple(name for name, differs in fields.items() if differs)
+                return replace(facts, reason=MissReason.OTHER_SCOPE, differs=differs, cached=())
+        return facts
 
 
 def _ids(tokens: TokenArray) -> tuple[int, ...]:

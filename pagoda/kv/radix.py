@@ -119,23 +119,20 @@ class RadixTree:
                     length, fits = (first + int(holes[0])) * size, False
         return length
 
-    def continuation(self, tokens: TokenArray, scope: Scope, count: int) -> TokenArray:
-        """Up to `count` tokens that the tree has where it parts from `tokens`; empty where it ends."""
-        node: Node | None = self._roots.get(scope)
-        done = 0
-        while node is not None:
-            rest = tokens[done:]
-            child, shared = self._step(node, rest) if rest.size else (None, 0)
-            if child is None:
-                child, shared = next(iter(reversed(node.children.values())), None), 0
-            if child is None or shared < child.tokens.size:
-                break
-            node, done = child, done + shared
-        return np.empty(0, dtype=np.int32) if node is None or child is None else child.tokens[shared : shared + count]
+    def after(self, match: Match, scope: Scope, count: int) -> TokenArray:
+        """Up to `count` tokens that the tree has where a match of it ends; empty where the tree ends too."""
+        node, shared = match.path[-1] if match.path else (self._roots.get(scope), 0)
+        if node is not None and shared == node.tokens.size:
+            node, shared = next(iter(reversed(node.children.values())), None), 0
+        return np.empty(0, dtype=np.int32) if node is None else node.tokens[shared : shared + count]
 
     def scopes(self) -> Iterator[Scope]:
         """Every scope that has a prefix, the newest first."""
         return iter(reversed(self._roots))
+
+    def root(self, scope: Scope) -> Node:
+        """The empty prefix of a scope that `scopes` has."""
+        return self._roots[scope]
 
     def num_blocks(self, scope: Scope) -> int:
         """Blocks of a scope. O(its nodes)."""

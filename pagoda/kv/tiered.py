@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.cache import BlockCopier, KVCache
+from pagoda.kv.cache import BlockCopier, Hit, KVCache
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
@@ -169,13 +169,13 @@ class TieredCache(KVCache):
         else:
             self._write(WritePolicy.THROUGH, new, self._source)
 
-    def acquire(self, tokens: TokenArray, scope: Scope) -> Lease:
+    def acquire(self, tokens: TokenArray, scope: Scope, hit: Hit | None = None) -> Lease:
         """See KVCache. Blocks that were hit often enough for a selective tier are written now."""
-        lease = super().acquire(tokens, scope)
+        lease = super().acquire(tokens, scope, hit)
         if self.hierarchy.is_selective:
-            hit = [block for table in lease.tables for block in table.held.tolist() if block in self._record_of]
-            due = set(self.hierarchy.used([self._record_of[block] for block in hit]))
-            self._write(WritePolicy.THROUGH, [(b, r) for b in hit if (r := self._record_of[b]) in due])
+            held = [block for table in lease.tables for block in table.held.tolist() if block in self._record_of]
+            due = set(self.hierarchy.used([self._record_of[block] for block in held]))
+            self._write(WritePolicy.THROUGH, [(b, r) for b in held if (r := self._record_of[b]) in due])
         return lease
 
     def _on_evict(self, ids: BlockIds) -> None:

@@ -2,9 +2,11 @@
 
     GET    /kv/leases        a tenant's own leases; everybody's with the admin key
     DELETE /kv/leases/{id}   end one, of one's own or with the admin key any
-    GET    /kv               usage by tenant        ─┐
-    POST   /kv/pin           keep a cached prefix    ├─ with the admin key only
-    POST   /kv/clear         evict what nobody holds ┘
+    GET    /kv/tree          the cached prefixes, with previews of their text: one's own, or with the admin key all
+    GET    /kv               usage by tenant                               ─┐
+    POST   /kv/pin           keep a cached prefix                           │ with the admin key only
+    POST   /kv/purge         forget a tenant, a prefix, or a request's      │
+    POST   /kv/clear         evict what nobody holds                       ─┘
 
 The admin key comes in the header `X-Admin-Key`; a server without one has no such routes.
 """
@@ -15,31 +17,35 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pagoda.engine.admin import CacheAdmin, PrefixView
 from pagoda.errors import InvalidRequest, LeaseRefused
-from pagoda.server.backend import Backend, Scope
+from pagoda.server.backend import Backend, Scope, Tokenizer
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
-from pagoda.server.openai.chat import normalize_messages
-from pagoda.server.openai.schema import MAX_SALT_CHARS
+from pagoda.server.openai.respond import Served
+from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
 
+MAX_PREFIXES = 10_000
 ADMIN_HEADER = "x-admin-key"
 
 
-class PinRequest(BaseModel):
-    """What to pin: a raw prompt, or messages as the chat template renders them."""
+class PinFields(PrefixFields):
+    """The body of POST /v1/kv/pin: whose prefix, and which."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    prompt: str | None = None
-    messages: list[Any] | None = None
     tenant: str = ""
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
+
+
+class PurgeFields(PrefixFields):
+    """The body of POST /v1/kv/purge: a request's id, or a tenant, and perhaps a prefix of its."""
+
+    tenant: str | None = None
+    request_id: str | None = None
 
 
 def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
@@ -55,6 +61,18 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
         found = await engine.manage(lambda cache: cache.leases(tenant))
         return JSONResponse({"object": "list", "data": [asdict(lease) for lease in found]})
 
+    @router.get("/kv/tree")
+    async def tree(
+        request: Request, tenant: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_PREFIXES)] = 200
+    ) -> Response:
+        own = tenant_of(request)
+        if own is not None and tenant not in (None, own):
+            raise HttpError(403, "admin_key_required", "Others' prefixes are only shown with the admin key.")
+        whose = tenant if own is None else own
+        found = await engine.manage(lambda cache: cache.prefixes(whose, limit + 1))
+        data = await asyncio.to_thread(lambda: [_prefix_report(each, engine.tokenizer) for each in found[:limit]])
+        return JSONResponse({"object": "list", "data": data, "has_more": len(found) > limit})
+
     @router.delete("/kv/leases/{lease_id}")
     async def end_lease(request: Request, lease_id: str) -> Response:
         tenant = tenant_of(request)
@@ -65,8 +83,9 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
     return router
 
 
-def admin_router(engine: Backend, admin_key: str, max_body_bytes: int) -> APIRouter:
+def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRouter:
     """The routes for the operator, without their prefix."""
+    engine = served.engine
 
     router = APIRouter(dependencies=[Depends(require_admin(admin_key))])
 
@@ -84,15 +103,37 @@ def admin_router(engine: Backend, admin_key: str, max_body_bytes: int) -> APIRou
         }
         return JSONResponse({"blocks": blocks, "tenants": [asdict(tenant) for tenant in tenants]})
 
+    async def tokens_of(fields: PrefixFields) -> list[int]:
+        return (await asyncio.to_thread(read_prefix, fields, engine.tokenizer)).tokens
+
     @router.post("/kv/pin")
     async def pin(request: Request) -> Response:
-        body = await read_body(request, max_body_bytes)
-        tokens, scope = await asyncio.to_thread(_prefix, engine, body)
+        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
+        tokens, scope = await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
         try:
             lease = await engine.manage(lambda cache: cache.pin(tokens, scope))
         except LeaseRefused as error:
             raise HttpError(409, "lease_refused", f"Not pinned: {error}.") from None
         return JSONResponse(asdict(lease))
+
+    @router.post("/kv/purge")
+    async def purge(request: Request) -> Response:
+        fields = validate_fields(PurgeFields, parse_object(await read_body(request, max_body_bytes)))
+        if (fields.request_id is None) == (fields.tenant is None):
+            raise InvalidRequest("say what to purge: a tenant or a request_id, and not both", param="tenant")
+        count: int | None
+        if fields.request_id is not None:
+            count = await engine.manage(partial(_purge_request, fields.request_id))
+        elif fields.names_all:
+            count = await engine.manage(lambda cache: cache.purge_tenant(fields.tenant or ""))
+            served.responses.drop(fields.tenant or "")
+        else:
+            tokens, scope = await tokens_of(fields), Scope(fields.tenant or "", fields.cache_salt)
+            count = await engine.manage(lambda cache: cache.purge_prefix(tokens, scope))
+        if count is None:
+            raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
+        served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
+        return JSONResponse({"purged_blocks": count})
 
     @router.post("/kv/clear")
     async def clear() -> Response:
@@ -117,16 +158,24 @@ def is_admin(request: Request, admin_key: str | None) -> bool:
     return admin_key is not None and hmac.compare_digest(given.encode(), admin_key.encode())
 
 
-def _prefix(engine: Backend, body: bytes) -> tuple[list[int], Scope]:
-    try:
-        request = PinRequest.model_validate(parse_object(body))
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InvalidRequest(f"{fault['loc'][0]}: {fault['msg']}", param=str(fault["loc"][0])) from None
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("give prompt or messages, and not both", param="prompt")
-    scope = Scope(request.tenant, request.cache_salt)
-    if request.prompt is not None:
-        return engine.tokenizer.encode(request.prompt), scope
-    text = engine.tokenizer.render_chat(normalize_messages(request.messages or []), None, False)
-    return engine.tokenizer.encode(text, add_special_tokens=False), scope
+def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:
+    """Purge a request of the engine, or all of an answer's: its id names all of its prompts."""
+    names = [request_id, *cache.request_ids(f"{request_id}-")]
+    counts = [count for name in names if (count := cache.purge_request(name)) is not None]
+    return sum(counts) if counts else None
+
+
+def _prefix_report(prefix: PrefixView, tokenizer: Tokenizer) -> dict[str, Any]:
+    preview = tokenizer.decode(prefix.head, skip_special_tokens=False)
+    return {
+        "tenant": prefix.scope.namespace,
+        "cache_salt": prefix.scope.salt,
+        "adapter": prefix.scope.adapter,
+        "level": prefix.level,
+        "start": prefix.start,
+        "num_tokens": prefix.num_tokens,
+        "num_blocks": prefix.num_blocks,
+        "num_held": prefix.num_held,
+        "num_hits": prefix.num_hits,
+        "preview": preview if prefix.num_tokens <= len(prefix.head) else preview + "...",
+    }

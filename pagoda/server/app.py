@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
 from pagoda.server.access_log import AccessLog
-from pagoda.server.admin import admin_router, lease_router, require_admin
+from pagoda.server.admin import admin_router, is_admin, lease_router, require_admin
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys, key_name
 from pagoda.server.backend import Backend
@@ -109,6 +109,12 @@ def create_app(
         tenant = request.state.namespace = "" if api_keys is None else api_keys.namespace(authorization)
         request.state.account = Account(tenant, "" if api_keys is None else key_name(authorization))
 
+    async def admit_operator(request: Request) -> None:
+        """The admin key alone will do."""
+        if not is_admin(request, admin_key):
+            return await admit(request)
+        request.state.namespace, request.state.account = "", Account()
+
     # No OpenAPI page: bodies are read by hand, so it would list no fields. docs/api.md does.
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
@@ -119,12 +125,12 @@ def create_app(
         anthropic_router(served, max_body_bytes),
         cache_router(served, max_body_bytes),
         explain_router(engine),
-        lease_router(engine, admin_key),
-        usage_router(accounts, prices, admin_key),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
+    for router in lease_router(engine, admin_key), usage_router(accounts, prices, admin_key):
+        app.include_router(router, prefix="/v1", dependencies=[Depends(admit_operator)])
     if admin_key is not None:
-        app.include_router(admin_router(engine, admin_key, max_body_bytes), prefix="/v1")
+        app.include_router(admin_router(served, admin_key, max_body_bytes), prefix="/v1")
         only_admins = [Depends(require_admin(admin_key))]
         app.include_router(weights_router(served, max_body_bytes), prefix="/v1", dependencies=only_admins)
     app.include_router(_operations_router(engine, metrics))

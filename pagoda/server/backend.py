@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pagoda.engine.admin import CacheAdmin
-from pagoda.engine.outputs import EngineObserver, Explanation, RequestOutput, TierReport
+from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
-__all__ = ["Backend", "BackendStats", "Scope", "Tokenizer"]
+__all__ = ["Backend", "BackendStats", "CacheAdmin", "Scope", "Tokenizer"]
 
 
 T = TypeVar("T")
@@ -122,9 +122,6 @@ class Backend(Protocol):
 
     async def manage(self, work: Callable[[CacheAdmin], T]) -> T:
         """The result of `work` on the cache, between two steps of the engine."""
-
-    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
-        """Why a recent request's prompt did not hit further; None if it is another tenant's or not remembered."""
 
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell `observer` of every step and request from now on."""

@@ -74,15 +74,15 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
     router = APIRouter()
     engine, caches = served.engine, served.caches
 
-    async def refresh(namespace: str) -> None:
+    async def refresh() -> None:
         """Forget caches whose lease somebody ended."""
-        caches.keep_only(namespace, await engine.manage(lambda cache: cache.named(namespace)))
+        caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
 
     @router.post("/caches")
     async def create(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
         cache, tokens = await asyncio.to_thread(_prepare, served, body, request.state.namespace)
-        await refresh(cache.namespace)
+        await refresh()
         caches.check_room(cache)
         output = await _warm_up(request, served, cache, tokens)
         cache.held_tokens = output.leases[0].num_tokens
@@ -92,13 +92,13 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
 
     @router.get("/caches")
     async def all_of(request: Request) -> Response:
-        await refresh(request.state.namespace)
+        await refresh()
         found = caches.all_of(request.state.namespace)
         return JSONResponse({"object": "list", "data": [_report(cache) for cache in found]})
 
     @router.get("/caches/{cache_id}")
     async def one(request: Request, cache_id: str) -> Response:
-        await refresh(request.state.namespace)
+        await refresh()
         return JSONResponse(_report(caches.get(request.state.namespace, cache_id)))
 
     @router.patch("/caches/{cache_id}")
@@ -107,7 +107,7 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
         if seconds is None:
             raise InvalidRequest("give ttl_s or expires_at", param="ttl_s")
         namespace = request.state.namespace
-        await refresh(namespace)
+        await refresh()
         cache = caches.get(namespace, cache_id)
         await engine.manage(lambda admin: admin.postpone(namespace, cache_id, seconds))
         cache.expires_at = time.time() + seconds

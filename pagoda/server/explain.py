@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.outputs import Explanation, RequestOutput
-from pagoda.server.backend import Backend, Tokenizer
+from pagoda.server.backend import Backend, CacheAdmin, Tokenizer
 from pagoda.server.errors import HttpError
 from pagoda.server.leases import lease_report
 
@@ -38,6 +42,8 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, 
         report["text_cached"] = text(explanation.cached)
     if explanation.differs:
         report["differs"] = explanation.differs
+    if explanation.restore is not None:
+        report["tiers"] = asdict(explanation.restore)
     if (eviction := explanation.eviction) is not None:
         report["eviction"] = {
             "policy": eviction.policy,
@@ -51,12 +57,28 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, 
     return report
 
 
-def about_cache(output: RequestOutput, explainer: Tokenizer | None) -> dict[str, Any]:
-    """The `pagoda` object of an answer to one prompt: its leases, and with an explainer why it missed."""
+def about_cache(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `pagoda` object of an answer to one prompt: its leases, and why it missed if that was asked."""
     about: dict[str, Any] = {"leases": lease_report(output.leases)} if output.leases else {}
-    if explainer is not None and output.explanation is not None:
-        about["explain"] = explain_report(output.explanation, explainer)
+    if output.explanation is not None:
+        about["explain"] = explain_report(output.explanation, tokenizer)
     return about
+
+
+async def explained(
+    stream: AsyncGenerator[RequestOutput, None], engine: Backend, request_id: str, namespace: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """A request's stream, whose outputs carry why its prompt did not hit further."""
+    explanation: Explanation | None = None
+    async with aclosing(stream):
+        async for output in stream:
+            if explanation is None:
+                explanation = await engine.manage(partial(_explanation, request_id, namespace))
+            yield replace(output, explanation=explanation)
+
+
+def _explanation(request_id: str, namespace: str, cache: CacheAdmin) -> Explanation | None:
+    return cache.explanation(request_id, namespace)
 
 
 def _age(at: float) -> float:
@@ -71,7 +93,7 @@ def explain_router(engine: Backend) -> APIRouter:
     async def explain(request: Request, request_id: str, prompt: int = 0) -> Response:
         # Ids in answers name all of a request's prompts; the engine's name one.
         for name in (request_id, f"{request_id}-{prompt}"):
-            explanation = engine.explanation(name, request.state.namespace)
+            explanation = await engine.manage(partial(_explanation, name, request.state.namespace))
             if explanation is not None:
                 return JSONResponse({"id": request_id, **explain_report(explanation, engine.tokenizer)})
         raise HttpError(404, "not_found", f"Request {request_id[:200]!r} is not among your last ones on this server.")

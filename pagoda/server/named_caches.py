@@ -96,12 +96,14 @@ class NamedCaches:
         with self._lock:
             self._shelves.get(namespace, {}).pop(cache_id, None)
 
-    def keep_only(self, namespace: str, ids: Collection[str]) -> None:
-        """Forget the caches of a tenant that are not among `ids`."""
+    def keep_only(self, ids: Collection[str]) -> None:
+        """Forget the caches of all tenants that are not among `ids`."""
         with self._lock:
-            shelf = self._shelves.pop(namespace, {})
-            if kept := {name: cache for name, cache in shelf.items() if name in ids}:
-                self._shelves[namespace] = kept
+            kept = {
+                tenant: {name: cache for name, cache in shelf.items() if name in ids}
+                for tenant, shelf in self._shelves.items()
+            }
+            self._shelves = {tenant: shelf for tenant, shelf in kept.items() if shelf}
 
     def _live(self, namespace: str) -> dict[str, NamedCache]:
         """A tenant's caches without those whose time is over."""

@@ -32,6 +32,16 @@ class PrefixFields(Fields):
     tools: list[dict[str, Any]] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
 
+    @property
+    def names_all(self) -> bool:
+        """Whether no prefix is given, and so every one is meant."""
+        return self.prompt is None and not self.has_chat
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the prefix is given as messages."""
+        return (self.messages, self.system, self.tools) != (None, None, None)
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -63,8 +73,7 @@ def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
     Raises:
         InvalidRequest: neither a prompt nor messages are given, or both, or what the chat template refuses.
     """
-    has_chat = bool(fields.messages or fields.system or fields.tools)
-    if (fields.prompt is None) != has_chat:
+    if (fields.prompt is None) != fields.has_chat:
         raise InvalidRequest("give a prompt, or messages, system and tools", param="prompt")
     if fields.prompt is not None:
         return Prefix(fields.prompt, (), (), tokenizer.encode(fields.prompt))

@@ -12,6 +12,7 @@ from pagoda.engine.params import SamplingParams
 from pagoda.engine.scheduler import Rows
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
+from pagoda.kv.radix import RadixTree
 from tests.engine.fakes import EOS, VOCAB, FakeTokenizer, expected_output, make_core, random_load, run
 
 
@@ -281,3 +282,19 @@ def test_no_tokens_asked_for_computes_the_prompt_and_generates_nothing() -> None
 def test_no_tokens_of_several_samples_make_no_sense() -> None:
     with pytest.raises(InvalidRequest, match="n must be 1"):
         greedy(0, n=2)
+
+
+def test_admission_matches_the_tree_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _ = make_core()
+    core.add("first", prompt(1, 30), greedy(2))
+    run(core)
+    matches = []
+    match = RadixTree.match
+    monkeypatch.setattr(RadixTree, "match", lambda *args: matches.append(args) or match(*args))
+    core.add("second", prompt(1, 30) + prompt(2, 9), greedy(4))
+    run(core)
+    assert len(matches) == 1
+    past = core.history.find("second")
+    assert past is not None
+    assert past.explanation.num_hit_tokens == 30
+    assert_idle(core)

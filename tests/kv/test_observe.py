@@ -13,7 +13,9 @@ from tests.kv.test_retention import PREFIX, PROMPT, LeaseBench
 
 
 def explain(bench: LeaseBench, tokens: np.ndarray, scope: Scope = SCOPE) -> Explanation:
-    explanation = bench.cache.misses.explain(tokens, scope)
+    misses = bench.cache.misses
+    facts = misses.facts(tokens, scope, bench.cache.lookup(tokens, scope).match)
+    explanation = misses.elsewhere(facts, tokens, scope)
     assert explanation.num_hit_tokens == bench.cache.lookup(tokens, scope).num_tokens
     assert explanation.num_tokens == tokens.size
     return explanation

@@ -98,12 +98,15 @@ class FakeAdmin:
     def __init__(self, backend: FakeBackend) -> None:
         self._backend = backend
 
+    def explanation(self, request_id: str, tenant: str) -> Explanation | None:
+        return None
+
     def check_room(self, tokens: Sequence[int], scope: Scope) -> None:
         if self._backend.no_room is not None:
             raise LeaseRefused(self._backend.no_room)
 
-    def named(self, tenant: str) -> dict[str, float]:
-        return {name: ttl_s for (owner, name), ttl_s in self._backend.leases.items() if owner == tenant}
+    def lease_names(self) -> set[str]:
+        return {name for _, name in self._backend.leases}
 
     def end_named(self, tenant: str, name: str) -> None:
         self._backend.leases.pop((tenant, name), None)
@@ -161,9 +164,6 @@ class FakeBackend:
 
     def add_observer(self, observer: EngineObserver) -> None:
         self._observers.append(observer)
-
-    def explanation(self, request_id: str, namespace: str) -> Explanation | None:
-        return None
 
     async def manage(self, work: Callable[[Any], Any]) -> Any:
         return work(FakeAdmin(self))

@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, Response
 from pagoda.server.anthropic.errors import AnthropicRoute
 from pagoda.server.anthropic.messages import count_tokens, prepare_message, respond_message
 from pagoda.server.body import read_body
-from pagoda.server.explain import wants_explanation
 from pagoda.server.openai import Served
 
 __all__ = ["anthropic_router"]
@@ -32,9 +31,7 @@ def anthropic_router(served: Served, max_body_bytes: int) -> APIRouter:
     @router.post("/messages")
     async def messages(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        job = await asyncio.to_thread(
-            prepare_message, served, body, request.state.namespace, explains=wants_explanation(request)
-        )
+        job = await asyncio.to_thread(prepare_message, served, body, request.state.namespace)
         return await respond_message(request, served, job)
 
     @router.post("/messages/count_tokens")

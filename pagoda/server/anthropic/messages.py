@@ -29,7 +29,7 @@ from pagoda.server.stream import NamedEventStream, merge, until_disconnect
 
 @dataclass(frozen=True)
 class MessageJob:
-    """What to run. `num_breakpoints` counts those that asked for nothing, too; `explainer` words why it missed."""
+    """What to run. `num_breakpoints` counts those that asked for nothing, too."""
 
     id: str
     model: str
@@ -40,10 +40,10 @@ class MessageJob:
     stream: bool
     leases: tuple[LeaseSpec, ...]
     num_breakpoints: int
-    explainer: Tokenizer | None
+    tokenizer: Tokenizer
 
 
-def prepare_message(served: Served, body: bytes, namespace: str, *, explains: bool) -> MessageJob:
+def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
     """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
 
     Raises:
@@ -66,7 +66,7 @@ def prepare_message(served: Served, body: bytes, namespace: str, *, explains: bo
         stream=bool(request.stream),
         leases=place_leases(points, prompt, tokenizer),
         num_breakpoints=len(points),
-        explainer=tokenizer if explains else None,
+        tokenizer=tokenizer,
     )
 
 
@@ -146,7 +146,7 @@ def _message(job: MessageJob, output: RequestOutput, content: list[dict[str, Any
         "stop_sequence": None,
         "usage": _usage(output),
     }
-    about = about_cache(output, job.explainer)
+    about = about_cache(output, job.tokenizer)
     if job.num_breakpoints:
         about["leases"] = _report(job, output.leases)
     if about:

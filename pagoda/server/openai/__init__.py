@@ -13,7 +13,6 @@ from pagoda.server.body import read_body
 from pagoda.server.openai.chat import prepare_chat
 from pagoda.server.openai.completions import prepare_completion
 from pagoda.server.openai.respond import Served, respond
-from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.openai.responses import prepare_response, respond_response
 
 __all__ = ["Served", "openai_router"]
@@ -39,7 +38,7 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
         job, wording = await asyncio.to_thread(prepare_completion, served, body, request.state.namespace)
         return await respond(request, served, job, wording)
 
-    store = ResponseStore()
+    store = served.responses
 
     @router.post("/responses")
     async def responses(request: Request) -> Response:

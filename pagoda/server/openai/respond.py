@@ -26,10 +26,11 @@ from pagoda.engine.outputs import (
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
-from pagoda.server.explain import explain_report, wants_explanation
+from pagoda.server.explain import explain_report, explained, wants_explanation
 from pagoda.server.leases import lease_report
 from pagoda.server.ledger import Ledger, written
 from pagoda.server.named_caches import NamedCaches
+from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
@@ -37,19 +38,23 @@ LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON ca
 
 @dataclass(frozen=True)
 class Served:
-    """The engine, the names that clients may call its model by, the caches that they named, and what they used."""
+    """The engine, the names that clients may call its model by, and what is kept for them between requests."""
 
     engine: Backend
     model_names: tuple[str, ...]
     caches: NamedCaches = field(default_factory=NamedCaches)
     ledger: Ledger = field(default_factory=Ledger)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(
-        self, request: Request, prompt: Sequence[int], params: SamplingParams, **settings: Any
+        self, request: Request, prompt: Sequence[int], params: SamplingParams, *, request_id: str, **settings: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`Backend.stream`, on the account of whoever sent the request."""
-        return self.ledger.metered(self.engine.stream(prompt, params, **settings), request.state.account)
+        """`Backend.stream`, on the account of whoever sent the request, and explained if its header asks for that."""
+        stream = self.engine.stream(prompt, params, request_id=request_id, **settings)
+        if wants_explanation(request):
+            stream = explained(stream, self.engine, request_id, request.state.namespace)
+        return self.ledger.metered(stream, request.state.account)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +135,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
         for index, prompt in enumerate(job.prompts)
     ]
     outputs = merge(streams)
-    frame = _Frame(served, job, wording, explains=wants_explanation(request))
+    frame = _Frame(served, job, wording)
     headers = {"x-request-id": job.id}
     if job.stream:
 
@@ -156,13 +161,12 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
 class _Frame:
     """The fields around the choices, and the usage. An EventEncoder."""
 
-    def __init__(self, served: Served, job: Job, wording: Wording, *, explains: bool) -> None:
+    def __init__(self, served: Served, job: Job, wording: Wording) -> None:
         self._job = job
         self._wording = wording
         self._usages: dict[int, Usage] = {}
         self._leases: dict[int, tuple[LeaseOutcome, ...]] = {}
         self._explanations: dict[int, Explanation] = {}
-        self._explains = explains
         self._tokenizer = served.engine.tokenizer
         self._num_finished = 0
         self._opened: set[int] = set()
@@ -180,7 +184,7 @@ class _Frame:
         self._usages[prompt_index] = output.usage
         self._leases[prompt_index] = output.leases
         self._num_finished += output.finished
-        if self._explains and output.explanation is not None:
+        if output.explanation is not None:
             self._explanations[prompt_index] = output.explanation
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class ResponseStore:
             shelf.kept.move_to_end(response_id)
             return shelf.kept[response_id][0]
 
+    def drop(self, namespace: str) -> None:
+        """Forget a tenant's conversations."""
+        with self._lock:
+            self._shelves.pop(namespace, None)
+
     def put(self, namespace: str, response_id: str, messages: tuple[Message, ...], num_new: int) -> None:
         """Keep a conversation whose last `num_new` messages are not in another one that is kept."""
         num_chars = sum(len(str(message)) for message in messages[len(messages) - num_new :])

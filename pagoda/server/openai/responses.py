@@ -21,7 +21,7 @@ from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.errors import HttpError, describe
-from pagoda.server.explain import about_cache, wants_explanation
+from pagoda.server.explain import about_cache
 from pagoda.server.ledger import written
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
@@ -181,7 +181,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
             )
         ]
     )
-    answer = _Answer(job, store, served.engine.tokenizer if wants_explanation(request) else None)
+    answer = _Answer(job, store, served.engine.tokenizer)
     headers = {"x-request-id": job.id}
     if job.request.stream:
 
@@ -201,10 +201,10 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
 class _Answer:
     """The response as it grows. An EventEncoder."""
 
-    def __init__(self, job: ResponseJob, store: ResponseStore, explainer: Tokenizer | None) -> None:
+    def __init__(self, job: ResponseJob, store: ResponseStore, tokenizer: Tokenizer) -> None:
         self._job = job
         self._store = store
-        self._explainer = explainer
+        self._tokenizer = tokenizer
         self._completion = Completion(0)
         self._output: RequestOutput | None = None
         self._created = int(time.time())
@@ -258,7 +258,7 @@ class _Answer:
         if (
             status != "in_progress"
             and self._output is not None
-            and (about := about_cache(self._output, self._explainer))
+            and (about := about_cache(self._output, self._tokenizer))
         ):
             response["pagoda"] = about
         return response

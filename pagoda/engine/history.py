@@ -1,0 +1,82 @@
+"""History: the last requests, what each asked and why it did not hit further. For explanations and purges by id."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.kv.cache import KVCache
+from pagoda.kv.keys import Scope
+from pagoda.kv.lease import Lease
+from pagoda.kv.observe import Explanation
+from pagoda.kv.radix_node import TokenArray
+
+MAX_REQUESTS = 1024
+MAX_TOKENS = 4 << 20  # of their prompts, 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A request that ran. Its lease knows later what tiers did for it; its explanation has only what was cheap."""
+
+    prompt: TokenArray
+    scope: Scope
+    lease: Lease
+    explanation: Explanation
+
+
+class History:
+    """The last 1,024 requests, and fewer where their prompts are long. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._past: OrderedDict[str, Past] = OrderedDict()
+        self._num_tokens = 0
+
+    def remember(self, request_id: str, past: Past) -> None:
+        """Note a request that starts to run."""
+        self.forget(request_id)
+        self._past[request_id] = past
+        self._num_tokens += past.prompt.size
+        while len(self._past) > MAX_REQUESTS or self._num_tokens > MAX_TOKENS:
+            self.forget(next(iter(self._past)))
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request, if it is here."""
+        past = self._past.pop(request_id, None)
+        if past is not None:
+            self._num_tokens -= past.prompt.size
+
+    def forget_tenant(self, namespace: str) -> None:
+        """Drop all requests of a namespace."""
+        for name in [name for name, past in self._past.items() if past.scope.namespace == namespace]:
+            self.forget(name)
+
+    def forget_prefix(self, prefix: TokenArray, scope: Scope) -> None:
+        """Drop the requests of a scope whose prompts begin so."""
+        for name, past in list(self._past.items()):
+            if past.scope == scope and np.array_equal(past.prompt[: prefix.size], prefix):
+                self.forget(name)
+
+    def find(self, request_id: str) -> Past | None:
+        """A request that is remembered."""
+        return self._past.get(request_id)
+
+    def ids(self, start: str) -> list[str]:
+        """The ids that start so."""
+        return [name for name in self._past if name.startswith(start)]
+
+    def explain(self, request_id: str, namespace: str) -> Explanation | None:
+        """Why a request's prompt did not hit further; None if it is another namespace's, or not remembered.
+
+        What the request itself did not need to know is looked up now: whether another scope has more, and what came of
+        asking tiers.
+        """
+        past = self._past.get(request_id)
+        if past is None or past.scope.namespace != namespace:
+            return None
+        self._cache.poll()  # a restore that is complete tells of itself when it is taken in
+        explanation = self._cache.misses.elsewhere(past.explanation, past.prompt, past.scope)
+        return explanation.with_restore(past.lease.restore_report)

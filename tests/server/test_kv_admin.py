@@ -1,0 +1,165 @@
+"""The tree with its texts, and purges: by tenant, prefix and request; over HTTP and by `pagoda kv`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda import cli
+
+from .conftest import Live
+from .test_cache_control import SYSTEM, ask, folder, serve
+from .test_caches import chat, create
+
+__all__ = ["folder"]
+
+A, B, ADMIN = {"x-api-key": "sk-a"}, {"x-api-key": "sk-b"}, {"x-admin-key": "root"}
+
+
+async def tree(live: Live, headers: dict[str, str], **params: Any) -> list[dict[str, Any]]:
+    answer = await live.http.get("/v1/kv/tree", headers=headers, params=params)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["data"])
+
+
+async def purge(live: Live, **body: Any) -> int:
+    answer = await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["purged_blocks"])
+
+
+async def hit(live: Live, question: str, key: str = "sk-a") -> int:
+    return int((await ask(live, question, key=key)).usage.cache_read_input_tokens)
+
+
+async def test_the_tree_shows_ones_own_texts_and_the_operator_all(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+        await ask(live, "At dawn?")
+        await ask(live, "At dusk?")
+        await ask(live, "At noon?", key="sk-b")
+        mine = await tree(live, A)
+        assert {each["tenant"] for each in mine} == {"acme"}
+        assert [each["level"] for each in mine] == [0, 1, 1]
+        assert "count the boats" in mine[0]["preview"]
+        assert "dusk" in mine[1]["preview"]  # the last used first
+        assert mine[0]["num_hits"] == 1
+        assert sum(each["num_blocks"] for each in mine) == sum(-(-each["num_tokens"] // 16) for each in mine)
+        assert {each["tenant"] for each in await tree(live, ADMIN)} == {"acme", "bolt"}
+        assert {each["tenant"] for each in await tree(live, ADMIN, tenant="bolt")} == {"bolt"}
+        cut = (await live.http.get("/v1/kv/tree?limit=1", headers=A)).json()
+        assert (len(cut["data"]), cut["has_more"]) == (1, True)
+        assert (await live.http.get("/v1/kv/tree?tenant=acme", headers=B)).status_code == 403
+        assert (await live.http.get("/v1/kv/tree", headers={"x-admin-key": "wrong"})).status_code == 401
+        assert (await live.http.get("/v1/kv/tree?limit=0", headers=A)).status_code in (400, 422)
+
+
+async def test_a_tenant_is_purged_leases_caches_and_all(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+        await ask(live, "At dawn?", control={"type": "ephemeral"})
+        await ask(live, "At dawn?", key="sk-b")
+        made = await create(live, system=SYSTEM)
+        blocks = {each["tenant"]: each["num_blocks"] for each in (await usage(live))["tenants"]}
+        assert await purge(live, tenant="acme") == blocks["acme"]
+        left = await usage(live)
+        assert [each["tenant"] for each in left["tenants"]] == ["bolt"]
+        assert left["blocks"]["leased"] == 0
+        assert await hit(live, "At dawn?") == 0
+        assert await hit(live, "At dawn?", key="sk-b") > 0
+        with pytest.raises(Exception, match="expired"):
+            await chat(live, "How many?", made["id"], model="tiny")
+
+
+async def usage(live: Live) -> dict[str, Any]:
+    return dict((await live.http.get("/v1/kv", headers=ADMIN)).json())
+
+
+async def test_a_prefix_is_purged_and_what_it_shares_with_others_stays(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+        await ask(live, "At dawn?")
+        await ask(live, "At dusk?")
+        system = {"role": "system", "content": SYSTEM}
+        messages = [system, {"role": "user", "content": "At dawn?"}]
+        assert await purge(live, tenant="acme", messages=messages) > 0
+        texts = " ".join(each["preview"] for each in await tree(live, A))
+        assert "dawn" not in texts
+        assert "dusk" in texts
+        assert await purge(live, tenant="acme", messages=[system]) > 0
+        assert await tree(live, A) == []
+
+
+async def test_a_request_is_purged_by_its_id(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+        body = {"prompt": ["The tide turns at the harbour. " * 3, "Something else entirely. " * 3], "max_tokens": 1}
+        answer = (await live.http.post("/v1/completions", json=body, headers=A)).json()
+        await ask(live, "At dawn?")
+        assert await purge(live, request_id=answer["id"]) > 0
+        assert ["count the boats" in each["preview"] for each in await tree(live, A)] == [True]
+        later = await live.http.get(f"/v1/kv/explain/{answer['id']}", headers=A)
+        assert later.status_code == 404  # what the server remembers of it is gone too
+        gone = await live.http.post("/v1/kv/purge", json={"request_id": answer["id"]}, headers=ADMIN)
+        assert gone.status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"tenant": "a", "request_id": "b"}, {"tenant": "a", "prompt": "x", "system": "y"}, {"prompt": "x"}]
+)
+async def test_bad_purges(folder: Path, body: dict[str, Any]) -> None:
+    async with serve(folder, admin_key="root") as live:
+        assert (await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)).status_code == 400
+        assert (await live.http.post("/v1/kv/purge", json=body, headers=A)).status_code == 403
+
+
+async def test_the_command_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pagoda", *args])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert not exit_.value.code, err
+        return out
+
+    async with serve(folder, admin_key="root") as live:
+        monkeypatch.setenv("COLUMNS", "140")
+        monkeypatch.setenv("PAGODA_URL", live.url)
+        monkeypatch.setenv("PAGODA_ADMIN_KEY", "root")
+
+        async def command(*args: str) -> str:
+            return await asyncio.to_thread(run, *args)
+
+        await ask(live, "At dawn?", control={"type": "ephemeral"})
+        listed = await command("kv", "ls")
+        assert listed.startswith("56 blocks: ")
+        assert "acme" in listed
+        assert "lease-" in listed
+        whole = json.loads(await command("kv", "ls", "--json"))
+        assert whole["leases"][0]["tenant"] == "acme"
+        shown = await command("kv", "tree")
+        assert "count the boats" in shown
+        assert "blocks held" in shown
+        prefix = tmp_path / "messages.json"
+        prefix.write_text(json.dumps([{"role": "system", "content": SYSTEM}]))
+        pinned = await command("kv", "pin", "--tenant", "acme", "--messages", str(prefix))
+        assert pinned.startswith("pinned ")
+        lease = pinned.split()[-1]
+        assert lease in await command("kv", "unpin", lease)
+        used = await command("usage")
+        assert "acme" in used
+        assert "Since 20" in used
+        assert json.loads(await command("usage", "--json"))["total"]["requests"] == 1
+        assert "blocks purged" in await command("kv", "purge", "--tenant", "acme", "--yes")
+        assert "0 blocks freed" in await command("kv", "clear", "--yes")
+
+
+def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["pagoda", "kv", "ls", "--url", "http://127.0.0.1:9"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert "no server answers" in capsys.readouterr().err
