@@ -185,6 +185,8 @@ class KVCache(Books):
     def _commit(self, lease: Lease, tokens: TokenArray, end: int) -> None:
         """Put the blocks up to token `end` into the tree; where the tree has them already, use the tree's instead."""
         first, last = lease.num_committed_blocks, -(-end // self.block_size)
+        if first >= last:  # as at most steps of decoding
+            return
         for _, stop, directive in lease.directives.runs(first, last, self.block_size):
             self._commit_run(lease, tokens, min(end, stop * self.block_size), directive)
 
