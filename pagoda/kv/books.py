@@ -186,6 +186,9 @@ class Books:
         self._allocator.release(pinned.blocks)
         self._offer(pinned.last_block)
 
+    def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
+        """Let copies of blocks in lower tiers last so long, 0 if no lease needs them any more; here there are none."""
+
     def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
         """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
         table = BlockTable(self.block_size, row)

@@ -16,13 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pagoda.errors import TierUnavailable
 from pagoda.kv.fetch import Fetcher
 from pagoda.kv.frequency import FrequencySketch
 from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.tiers.records import NO_LEASE, RECORD_ID_BYTES, RecordId
 from pagoda.kv.transfer import ByteRows, Lane, TierReport
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,15 @@ class Hierarchy:
         for writer in self._writers_of(policy, above):
             writer.offer(ids, payloads)
 
+    def lease(self, ids: Sequence[RecordId], until: float) -> None:
+        """Let every tier that has one of the records keep it until that Unix time, whatever else wants its room.
+
+        That is queued behind what was written before; a record that a tier has not is passed over.
+        """
+        for same_policy in self._writers.values():
+            for writer in same_policy:
+                writer.put(_Job(ids, None, until))
+
     def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[_Writer]:
         lanes = self.lanes if above is None else self.lanes[: self.lanes.index(above)]
         return [writer for writer in self._writers[policy] if writer.lane in lanes]
@@ -143,6 +153,20 @@ class Hierarchy:
             lane.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Records to write; or, without payloads, those that are leased until then."""
+
+    ids: Sequence[RecordId]
+    payloads: ByteRows | None
+    lease_until: float = NO_LEASE
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in a queue."""
+        return len(self.ids) * RECORD_ID_BYTES if self.payloads is None else self.payloads.nbytes
+
+
 class _Writer:
     """The bounded write queue of a lane, and the thread that empties it.
 
@@ -152,7 +176,7 @@ class _Writer:
     def __init__(self, lane: Lane, counted_as: str) -> None:
         self.lane = lane
         self._counted_as = counted_as
-        self._jobs: queue.SimpleQueue[tuple[Sequence[RecordId], ByteRows] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -168,9 +192,13 @@ class _Writer:
         room = min(len(ids), self.num_free_bytes // payloads.shape[1])
         self.lane.tally.add("skipped", len(ids) - room)
         if room:
-            with self._changed:
-                self._queued_bytes += payloads[:room].nbytes
-            self._jobs.put((ids[:room], payloads[:room]))
+            self.put(_Job(ids[:room], payloads[:room]))
+
+    def put(self, job: _Job) -> None:
+        """Queue a job, bounded or not."""
+        with self._changed:
+            self._queued_bytes += job.num_bytes
+        self._jobs.put(job)
 
     def flush(self, deadline: float) -> bool:
         """Wait until the queue is empty, the tier is out or the time is over; whether it is empty."""
@@ -186,22 +214,24 @@ class _Writer:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self._closing.is_set():
-            ids, payloads = job
-            if not self._write(ids, payloads):
-                self.lane.tally.add("lost", len(ids))
+            if not self._do(job) and job.payloads is not None:
+                self.lane.tally.add("lost", len(job.ids))
             with self._changed:
-                self._queued_bytes -= payloads.nbytes
+                self._queued_bytes -= job.num_bytes
                 self._changed.notify_all()
 
-    def _write(self, ids: Sequence[RecordId], payloads: ByteRows) -> bool:
+    def _do(self, job: _Job) -> bool:
         for _ in range(_ATTEMPTS):
             while not self.lane.is_available:
                 if self._closing.wait(0.05):
                     return False
             try:
-                num_stored, num_failed = self.lane.store(ids, payloads)
+                if job.payloads is None:
+                    self.lane.set_lease(job.ids, job.lease_until)
+                    return True
+                num_stored, num_failed = self.lane.store(job.ids, job.payloads)
             except TierUnavailable as error:
-                logger.warning("%d blocks were not stored: %s", len(ids), error)
+                logger.warning("%d blocks were not stored or leased: %s", len(job.ids), error)
                 continue
             self.lane.tally.add(self._counted_as, num_stored)
             if not num_failed:

@@ -66,6 +66,9 @@ class Pins(Protocol):
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Let go of them."""
 
+    def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
+        """Let copies of blocks that are outside the pool last so long; 0 if no lease needs them any more."""
+
 
 @dataclass(eq=False, slots=True)
 class Retained:
@@ -130,6 +133,7 @@ class Retention:
         self._usage: Counter[str] = Counter()
         self._num_leases = np.zeros(pins.num_blocks, dtype=np.int32)  # of each block
         self._payer = np.zeros(pins.num_blocks, dtype=np.int64)  # of each block, the lease it is charged to
+        self._copies_until = np.zeros(pins.num_blocks, dtype=np.float64)  # of each block, as told to the cache
         self.lapsed_at = np.zeros(pins.num_blocks, dtype=np.float64)
         self._is_anchor = np.zeros(pins.num_blocks, dtype=np.bool_)
 
@@ -185,6 +189,7 @@ class Retention:
             raise
         self._pins.unpin(pinned)
         same.prolong(self._clock(), ttl_s)
+        self._keep_copies(same)
         return same
 
     def _add(self, pinned: PinnedPrefix, scope: Scope, ttl_s: float | None, owner: str, name: str) -> Retained:
@@ -201,7 +206,22 @@ class Retention:
         self._num_leases[at] += 1
         self.lapsed_at[at] = 0
         self._charge(lease, new)
+        self._keep_copies(lease)
         return lease
+
+    def _keep_copies(self, lease: Retained) -> None:
+        """See that copies outside the pool outlast a lease, by a quarter of its time: so not every hit tells anew.
+
+        Pins need none: they end with the process.
+        """
+        if lease.ttl_s is None:
+            return
+        at = lease.pinned.blocks.astype(np.intp)
+        short = at[self._copies_until[at] < lease.expires_at]
+        if short.size:
+            until = lease.expires_at + lease.ttl_s / 4
+            self._copies_until[short] = until
+            self._pins.keep_copies(short.astype(lease.pinned.blocks.dtype), until - self._clock())
 
     def check_room(self, num_new: int, owner: str) -> None:
         """Whether so many more blocks may be leased.
@@ -252,6 +272,7 @@ class Retention:
             for lease in self._by_anchor[block]:
                 if not lease.name:
                     lease.prolong(now, lease.ttl_s)
+                    self._keep_copies(lease)
 
     def postpone(self, lease: Retained, ttl_s: float) -> None:
         """Let a lease end `ttl_s` seconds from now, be that later or sooner than before."""
@@ -259,6 +280,7 @@ class Retention:
         self._expiries = [entry for entry in self._expiries if entry[1] != lease.serial]
         self._expiries.append((lease.expires_at, lease.serial))
         heapq.heapify(self._expiries)
+        self._keep_copies(lease)
 
     def expire(self) -> None:
         """Let go of every lease whose time ran out."""
@@ -289,6 +311,10 @@ class Retention:
         at = lease.pinned.blocks.astype(np.intp)
         self._num_leases[at] -= 1
         self._pass_on(lease, at[self._payer[at] == lease.serial])
+        free = at[self._num_leases[at] == 0]
+        if lease.expires_at > self._clock() and lease.ttl_s is not None:
+            self._pins.keep_copies(free.astype(lease.pinned.blocks.dtype), 0.0)
+        self._copies_until[free] = 0
         self._pins.unpin(lease.pinned)
         if len(self._expiries) > 2 * MAX_LEASES:  # leases released early leave their expiry behind
             self._expiries = [entry for entry in self._expiries if entry[1] in self._leases]

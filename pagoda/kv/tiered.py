@@ -10,6 +10,7 @@ the lease that computes or restores it (`PendingPrefix`). A restore ends with it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -28,7 +29,7 @@ from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.restore import Restore
 from pagoda.kv.tenants import Share
-from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.tiers.records import NO_LEASE, RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
 _PATIENCE = 0.03  # of the time that computing would take: what a restore that fails may cost
@@ -177,6 +178,12 @@ class TieredCache(KVCache):
             due = set(self.hierarchy.used([self._record_of[block] for block in held]))
             self._write(WritePolicy.THROUGH, [(b, r) for b in held if (r := self._record_of[b]) in due])
         return lease
+
+    def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
+        """See KVCache. Told to the tiers in the order in which they were written to."""
+        ids = [record for block in blocks.tolist() if (record := self._record_of.get(block)) is not None]
+        if ids:
+            self.hierarchy.lease(ids, time.time() + ttl_s if ttl_s else NO_LEASE)
 
     def _on_evict(self, ids: BlockIds) -> None:
         named = [(block, record) for block in ids.tolist() if (record := self._record_of.pop(block, None)) is not None]

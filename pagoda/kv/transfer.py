@@ -206,6 +206,11 @@ class Lane:
         results = self._call(work, threading.Event())
         return self._note(results), sum(isinstance(result, Failed) for result in results)
 
+    def set_lease(self, ids: Sequence[RecordId], until: float) -> None:
+        """Let the tier keep those of the records that it has until a Unix time."""
+        self._call(lambda tier: tier.set_lease(ids, until), threading.Event())
+        self.breaker.succeeded()
+
     def _note(self, results: Sequence[GetResult | PutResult]) -> int:
         """Count outcomes and feed the breaker; returns how many were good."""
         good = 0
