@@ -14,7 +14,7 @@ from pagoda.kv.sizes import format_size
 from pagoda.plan.fleet import FleetReport
 from pagoda.plan.hardware import TierPlan, parse_tier_plan
 from pagoda.plan.replay_page import Chart, Sheet, write_page, write_png
-from pagoda.plan.study import Answer, Bound, Latency, Point, Setup, Summary
+from pagoda.plan.study import MAX_BOUND_BLOCKS, Answer, Bound, Latency, Point, Setup, Summary
 
 _BOUND = "belady, device alone"
 _BOUND_BELOW = "belady, with tiers"
@@ -108,7 +108,7 @@ def notes(result: Result) -> list[str]:
         f" {machine.hardware.count} x {machine.hardware.name}. TTFT is "
         + ("a wait for those before, and the work." if result.fleets else "that of an otherwise idle machine."),
     ]
-    if result.points and not result.bounds:
+    if result.points and summary.num_blocks > MAX_BOUND_BLOCKS:
         found.append("The trace is too large to keep, so there is no bound.")
     return found
 

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from pagoda.errors import ConfigError
 
-MAX_LEVELS = 16  # holders of a prompt's start are told apart by depth this often, counted from the deepest
+MAX_LEVELS = 8  # holders of a prompt's start are told apart by depth this often, counted from the deepest
+_FEW = 8  # bits that are faster to find one by one
 
 
 class PrefixIndex:
@@ -67,23 +68,31 @@ class PrefixIndex:
     def depths(self, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """For each replica, how many leading blocks it has; fewer where more than MAX_LEVELS depths differ."""
         depths = np.zeros(self.num_replicas, dtype=np.int64)
-        end, levels = len(blocks), 0
-        at = self._last(blocks, 0, 0, end)  # blocks before `at` have some holder
-        while at > 0 and levels < MAX_LEVELS:
-            mask = self._holders.get(blocks[at - 1], 0)
-            depths[(depths == 0) & self._as_array(mask)] = at
-            levels += 1
-            at = self._last(blocks, mask, 0, at - 1)
+        seen, at = 0, self._last(blocks, 0, len(blocks))
+        for _ in range(MAX_LEVELS):
+            if not at:
+                break
+            holders = self._holders[blocks[at - 1]]
+            fresh, seen = holders & ~seen, seen | holders
+            if fresh.bit_count() <= _FEW:
+                while fresh:
+                    lowest = fresh & -fresh
+                    depths[lowest.bit_length() - 1] = at
+                    fresh ^= lowest
+            else:
+                depths[self._as_array(fresh)] = at
+            at = self._last(blocks, seen, at - 1)
         return depths
 
-    def _last(self, blocks: Sequence[int], without: int, low: int, high: int) -> int:
-        """The number of leading blocks that some replica has besides those of `without`."""
-        while low < high:
-            middle = (low + high) // 2
-            if self._holders.get(blocks[middle], 0) & ~without:
+    def _last(self, blocks: Sequence[int], besides: int, most: int) -> int:
+        """How many leading blocks, at most `most`, some replica has that is not among `besides`."""
+        low, holders = 0, self._holders
+        while low < most:
+            middle = (low + most) // 2
+            if holders.get(blocks[middle], 0) & ~besides:
                 low = middle + 1
             else:
-                high = middle
+                most = middle
         return low
 
     def _as_array(self, mask: int) -> npt.NDArray[np.bool_]:
@@ -116,8 +125,8 @@ class LeastLoad:
 
     def _take(self, cost: npt.NDArray[np.float64]) -> int:
         """The cheapest, the one after the last choice first among equals."""
-        turned = np.roll(cost, -self._next)
-        replica = int((self._next + turned.argmin()) % cost.size)
+        cheapest = np.flatnonzero(cost == cost.min())
+        replica = int(cheapest[np.searchsorted(cheapest, self._next) % cheapest.size])
         self._next = (replica + 1) % cost.size
         return replica
 
