@@ -1,7 +1,7 @@
 """Generated long-context tasks with known answers, after RULER (arXiv:2404.06654), written to suit small base models.
 
     needle      lone facts of different kinds in a long text                 "The ferry leaves from pier" -> 4821
-    multi_key   many facts of one form: the right one must be told apart     "Code for the harbour:" -> 4821
+    multi_key   many facts of one form: the right one must be told apart     "Remember the code harbour" -> copper
     variables   assignments that copy each other, in source code             "# The value of beta is" -> 4821
     chat        something a user said many turns ago                         "Your dog's name is" -> Rex
 
@@ -25,6 +25,7 @@ from pagoda.model.tokenizer import Tokenizer
 
 QUESTIONS = 4  # about each context
 _PLACES = ("harbour", "library", "observatory", "bakery", "orchard", "theatre", "museum", "station", "castle", "mill")
+_WORDS = ("copper", "silver", "velvet", "thunder", "pepper", "candle", "marble", "ribbon", "saddle", "lemon", "anchor")
 _FACTS = (
     "The ferry leaves from pier",
     "The locker in the hall has number",
@@ -83,7 +84,8 @@ def _needle(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
 
 
 def _multi_key(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {f"Code for the {place}:": str(rng.randrange(1000, 10000)) for place in rng.sample(_PLACES, QUESTIONS)}
+    places, words = rng.sample(_PLACES, QUESTIONS), rng.sample(_WORDS, QUESTIONS)
+    facts = {f"Remember the code {place}": word for place, word in zip(places, words, strict=True)}
     return _in_text(tokenizer, "multi_key", length, rng, prose(), facts, "{} {}.")
 
 
