@@ -29,7 +29,18 @@ MODULES = {
 }
 EXTENSION = "pagoda._native"  # compiled from csrc/: kernels only
 
-LEAVES = ("layout", "keys", "allocator", "block_table", "radix", "radix_node", "eviction", "retention", "tenants")
+LEAVES = (
+    "layout",
+    "keys",
+    "allocator",
+    "block_table",
+    "radix",
+    "radix_index",
+    "radix_node",
+    "eviction",
+    "retention",
+    "tenants",
+)
 METADATA = ("books", "cache", "lease", "observe", "view", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
@@ -65,7 +76,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "radix_node": ("allocator", "eviction", "keys"),
     "eviction": (),
     "retention": ("allocator", "eviction", "keys", "radix_node"),
-    "radix": ("allocator", "eviction", "keys", "radix_node"),
+    "radix_index": ("allocator", "keys", "radix_node"),
+    "radix": ("allocator", "eviction", "keys", "radix_index", "radix_node"),
     "directives": (),
     "lease": ("block_table", "directives", "keys", "radix_node"),
     "computing": ("keys", "lease", "radix_node"),

@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.eviction import DEFAULT_PRIORITY, LRU, EvictionPolicy, Queues
 from pagoda.kv.keys import Scope
+from pagoda.kv.radix_index import Held, RadixIndex
 from pagoda.kv.radix_node import ABSENT, Match, Node, Root, TokenArray, common_prefix, first_block_key
 
 NO_DIRECTIVE = DEFAULT_PRIORITY, math.inf
 
-Held = Callable[[BlockIds], npt.NDArray[np.bool_]]
 
-
-class RadixTree:
+class RadixTree(RadixIndex):
     """Prefixes of every scope, over blocks of `block_size` tokens and one set of ids per layer group.
 
     Args:
@@ -51,97 +49,12 @@ class RadixTree:
         policy: EvictionPolicy | None = None,
         account_of: Callable[[Scope], int] = lambda scope: 0,
     ) -> None:
-        self.block_size = block_size
-        self.windows = windows
-        self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
-        self._roots: dict[Scope, Root] = {}
+        super().__init__(block_size, windows, num_blocks)
         self._now = 0
         self._queues = Queues(LRU() if policy is None else policy, block_size)
         self._account_of = account_of
         self._slid: defaultdict[int, dict[Node, None]] = defaultdict(dict)
         """Of each account an ordered set: nodes that may hold window blocks no hit will read."""
-
-    # -- looking up: mutates nothing ---------------------------------------------------------------------------------
-
-    def match(self, tokens: TokenArray, scope: Scope) -> Match:
-        """The longest prefix of `tokens` that every layer group can supply."""
-        path: list[tuple[Node, int]] = []
-        node: Node | None = self._roots.get(scope)
-        done = 0
-        while node is not None and done < tokens.size:
-            child, shared = self._step(node, tokens[done:])
-            if child is None:
-                break
-            path.append((child, shared))
-            done += shared
-            node = child if shared == child.tokens.size else None
-        return self._usable(path, done)
-
-    def _step(self, node: Node, tokens: TokenArray) -> tuple[Node | None, int]:
-        """The child that shares most of `tokens`, and how much."""
-        key = first_block_key(tokens, self.block_size)
-        exact = node.children.get(key)
-        if exact is not None:
-            return exact, common_prefix(exact.tokens, tokens)
-        best, most = None, 0
-        for child in node.nearest(key):
-            shared = common_prefix(child.tokens, tokens)
-            if shared > most:
-                best, most = child, shared
-        return best, most
-
-    def _usable(self, path: list[tuple[Node, int]], num_tokens: int) -> Match:
-        """Cut a path to the longest length at which every window group still has its window."""
-        if not path:
-            return Match(0, (), np.empty((len(self.windows), 0), dtype=np.int32))
-        size = self.block_size
-        blocks = np.concatenate([node.blocks[:, : -(-shared // size)] for node, shared in path], axis=1)
-        usable = self._fit(blocks, num_tokens)
-        kept, left = [], usable
-        for node, shared in path:
-            if left > 0:
-                kept.append((node, min(shared, left)))
-                left -= shared
-        return Match(usable, tuple(kept), blocks[:, : -(-usable // size)])
-
-    def _fit(self, blocks: BlockIds, length: int) -> int:
-        """The longest prefix, at most `length`, whose last window has no hole in any window group."""
-        size = self.block_size
-        fits = False
-        while not fits:
-            fits = True
-            for group, window in enumerate(self.windows):
-                if window is None:
-                    continue
-                first = max(0, length - window + 1) // size  # the next token looks back this far
-                holes = np.flatnonzero(blocks[group, first : -(-length // size)] == ABSENT)
-                if holes.size:  # a shorter window only moves left, so it must end before the first of them
-                    length, fits = (first + int(holes[0])) * size, False
-        return length
-
-    def after(self, match: Match, scope: Scope, count: int) -> TokenArray:
-        """Up to `count` tokens that the tree has where a match of it ends; empty where the tree ends too."""
-        node, shared = match.path[-1] if match.path else (self._roots.get(scope), 0)
-        if node is not None and shared == node.tokens.size:
-            node, shared = next(iter(reversed(node.children.values())), None), 0
-        return np.empty(0, dtype=np.int32) if node is None else node.tokens[shared : shared + count]
-
-    def scopes(self) -> Iterator[Scope]:
-        """Every scope that has a prefix, the newest first."""
-        return iter(reversed(self._roots))
-
-    def root(self, scope: Scope) -> Node:
-        """The empty prefix of a scope that `scopes` has."""
-        return self._roots[scope]
-
-    def num_blocks(self, scope: Scope) -> int:
-        """Blocks of a scope. O(its nodes)."""
-        count, stack = 0, list(self._roots[scope].children.values()) if scope in self._roots else []
-        while stack:
-            node = stack.pop()
-            count += int(np.count_nonzero(node.blocks != ABSENT))
-            stack.extend(node.children.values())
-        return count
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -233,17 +146,6 @@ class RadixTree:
         if node is None:
             raise InvariantError(f"block {after} is not in the tree")
         return node, (int(np.flatnonzero(node.blocks[0] == after)[-1]) + 1) * self.block_size
-
-    def _continuation(self, node: Node, tokens: TokenArray) -> Node | None:
-        """The child whose first block has all of `tokens`' first block, or is the start of it."""
-        if not node.children:
-            return None
-        child, shared = self._step(node, tokens)
-        if child is not None and shared >= min(self.block_size, tokens.size):
-            return child
-        key = first_block_key(tokens, self.block_size)
-        tails = (node.children.get(key[:end]) for end in range(len(key) - 8, 0, -8))
-        return next((tail for tail in tails if tail is not None), None)
 
     def _append(self, node: Node, tokens: TokenArray, blocks: BlockIds, standing: tuple[int, float]) -> None:
         """Put tokens below a node that ends at a block boundary: in a leaf of the same standing, or a new child."""
@@ -429,20 +331,6 @@ class RadixTree:
         else:
             self._queues.of(parent).offer(parent)
 
-    def subtrees(self, scope: Scope, prefix: TokenArray) -> list[tuple[Node, int]]:
-        """Where everything begins that has `prefix`: nodes, and the offset of the block with its last token in each."""
-        found: list[tuple[Node, int]] = []
-        stack: list[tuple[Node, TokenArray]] = [(self._roots[scope], prefix)] if scope in self._roots else []
-        while stack:
-            node, rest = stack.pop()
-            for child in node.starting_with(first_block_key(rest, self.block_size)):
-                shared = common_prefix(child.tokens, rest)
-                if shared == rest.size:
-                    found.append((child, max(0, shared - 1) // self.block_size * self.block_size))
-                elif shared == child.tokens.size:
-                    stack.append((child, rest[shared:]))
-        return found
-
     def cut(self, node: Node, at: int) -> BlockIds:
         """Give up `node.tokens[at:]` and all below, held or not; `at` is a block boundary. Returns the blocks."""
         gone = [self._drop(node, at)]
@@ -469,51 +357,6 @@ class RadixTree:
         node.tokens, node.blocks = node.tokens[:at].copy(), node.blocks[:, : at // self.block_size].copy()
         ids: BlockIds = gone[gone != ABSENT]
         return ids
-
-    def prefix_of(self, block_id: int) -> tuple[Node, TokenArray]:
-        """The node of a group-0 block, and all tokens up to the block's end."""
-        node: Node | None = self._owner[block_id]
-        if node is None:
-            raise InvariantError(f"block {block_id} is not in the tree")
-        end = (int(np.flatnonzero(node.blocks[0] == block_id)[-1]) + 1) * self.block_size
-        parts, above = [node.tokens[:end]], node.parent
-        while above is not None:
-            parts.append(above.tokens)
-            above = above.parent
-        return node, np.concatenate(parts[::-1])
-
-    # -- looking at all of it ----------------------------------------------------------------------------------------
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node below the roots, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def block_ids(self) -> BlockIds:
-        """Every block in the tree. O(blocks)."""
-        rows = [node.blocks[node.blocks != ABSENT] for node in self.nodes()]
-        return np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
-
-    def check(self, held: Held) -> None:
-        """Verify the structure, and that every leaf that may go is queued. O(blocks).
-
-        Raises:
-            InvariantError: what is broken.
-        """
-        ids = self.block_ids()
-        if np.unique(ids).size != ids.size:
-            raise InvariantError("a block is in the tree twice")
-        for node in self.nodes():
-            node.check(self.block_size)
-            own = node.blocks[0][node.blocks[0] != ABSENT]
-            if any(owner is not node for owner in self._owner[own]):
-                raise InvariantError("a block does not know its node")
-            last = node.blocks[:, -1]
-            if not node.children and not node.queued and not held(last[last != ABSENT]).any():
-                raise InvariantError("an evictable leaf is not queued")
 
 
 def _head(array: TokenArray, length: int) -> TokenArray:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.kv.keys import Scope
-from pagoda.kv.radix import Held, RadixTree
+from pagoda.kv.radix import RadixTree
+from pagoda.kv.radix_index import Held
 from pagoda.kv.radix_node import ABSENT, Node
 
 HEAD_TOKENS = 32
