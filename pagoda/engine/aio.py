@@ -183,6 +183,7 @@ class AsyncEngine:
         Raises:
             RequestError: it cannot be served; raised before the first output.
             RequestAborted: the engine is stopping, or its thread died.
+            ModelError: the model failed on it.
         """
         name = request_id or uuid.uuid4().hex
         add = partial(
@@ -215,6 +216,8 @@ class AsyncEngine:
                     finished = True
                     raise output
                 finished = output.finished
+                if output.failure is not None:
+                    raise output.failure
                 yield output
         finally:
             self._streams.pop(name, None)

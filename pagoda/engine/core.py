@@ -350,7 +350,7 @@ class EngineCore:
             found = likeliest(logits[rows], max(request.search.num_candidates, num_shown))
             for row, tokens in zip(rows, found, strict=True):
                 if isinstance(tokens, ModelError):
-                    outputs.append(self._end(request, FinishReason.ABORT))
+                    outputs.append(self._fail(request, tokens))
                     break
                 top = tuple(tokens[:num_shown])
                 beams[row].continuations = [TokenLogprob(token, logprob, top) for token, logprob in tokens]
@@ -374,18 +374,24 @@ class EngineCore:
         chosen = sample(rows, [each.sampler for each in everyone])
         now = time.perf_counter()
         deltas: dict[Request, dict[Sample, Delta]] = {}
+        failures: dict[Request, ModelError] = {}
         for each, token in zip(everyone, chosen, strict=True):
             if each.request not in deltas:
                 deltas[each.request] = {}
                 each.request.token_times.append(now)
             if isinstance(token, SampledToken):
-                delta = self._append(each, token)
+                deltas[each.request][each] = self._append(each, token)
             else:
-                self._finish(each, FinishReason.ABORT)
-                delta = Delta(each.index, "", (), finish_reason=FinishReason.ABORT)
-            deltas[each.request][each] = delta
-        outputs = [self._output(request, new) for request, new in deltas.items()]
+                failures[each.request] = token
+        outputs = [self._output(request, new) for request, new in deltas.items() if request not in failures]
+        outputs += [self._fail(request, error) for request, error in failures.items()]
         return [output for output in outputs if output.deltas]
+
+    def _fail(self, request: Request, error: ModelError) -> RequestOutput:
+        """End a request whose logits are not finite. What it computed is not trusted either: nobody shall hit it."""
+        output = self._end(request, FinishReason.ABORT)
+        self.cache.purge(request.scope, request.prompt)
+        return replace(output, failure=error)
 
     def _append(self, each: Sample, token: SampledToken) -> Delta:
         """Add a token to a sample, and end the sample where it must."""

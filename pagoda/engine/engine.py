@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Literal, cast
 
@@ -244,11 +244,16 @@ class Engine:
 
         Raises:
             RequestError: a prompt cannot be served; none is started.
+            ModelError: the model failed on one; the others end too.
         """
         texts = _as_list(prompts)
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(texts):
             raise InvalidRequest(f"{len(each)} SamplingParams for {len(texts)} prompts", param="params")
+        each = [
+            replace(one, continues_text=True) if isinstance(text, str) else one
+            for one, text in zip(each, texts, strict=True)
+        ]
         tokens = [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
         ids = [f"generate-{next(self._names)}" for _ in texts]
         completions = {
@@ -261,6 +266,8 @@ class Engine:
             with _bar(len(ids), shown=progress) as advance:
                 while len(usage) < len(ids):
                     for output in self.core.step():
+                        if output.failure is not None:
+                            raise output.failure
                         for delta in output.deltas:
                             completions[output.request_id][delta.index].add(delta)
                         if output.finished:

@@ -47,7 +47,12 @@ class Forker:
 
     def _text(self, request: Request) -> OutputText:
         params = request.params
-        return OutputText(TextStream(self._tokenizer, skip_special_tokens=params.skip_special_tokens), params.stop)
+        stream = TextStream(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            continues_text=params.continues_text,
+        )
+        return OutputText(stream, params.stop)
 
     def spread(self, first: Sample) -> list[Sample]:
         """The other samples of a request whose prompt is computed; they run at once."""

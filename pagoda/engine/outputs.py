@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from pagoda.engine.params import LeaseSpec
+from pagoda.errors import ModelError
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation as Explanation
 from pagoda.kv.radix_node import TokenArray
@@ -72,6 +73,7 @@ class RequestOutput:
 
     `leases` answers the request's LeaseSpecs, in order of their ends, as far as its prompt is computed: all of them,
     when there is any output token. `explanation` says why the prompt did not hit further, to who asked for it.
+    `failure` ended it, where the model did.
     """
 
     request_id: str
@@ -80,6 +82,7 @@ class RequestOutput:
     finished: bool
     leases: tuple[LeaseOutcome, ...] = ()
     explanation: Explanation | None = None
+    failure: ModelError | None = None
 
 
 @dataclass(slots=True)

@@ -82,7 +82,8 @@ class SamplingParams:
     for none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than
     `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
     nothing that shapes a draw may be set, and `n` of its beams are returned. `kv_retention` says which of the request's
-    tokens stay in the cache before others.
+    tokens stay in the cache before others. `continues_text` says that the output goes on from the prompt's text,
+    so that a SentencePiece model's leading space belongs to it.
 
     Raises:
         InvalidRequest: a field is out of range, or does not go with another; `param` names it.
@@ -106,6 +107,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    continues_text: bool = False
     kv_retention: KVRetention | None = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pagoda.errors import ContextTooLong, MemoryPressure, ModelNotFound, RequestAborted, RequestError
+from pagoda.errors import ContextTooLong, MemoryPressure, ModelError, ModelNotFound, RequestAborted, RequestError
 
 CLIENT_GONE = 499  # nginx's status for an answer nobody waits for; it only reaches logs
 
@@ -36,6 +36,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 503, _body(str(error), None, "request_aborted", type_="server_error")
         case RequestError():
             return 400, _body(str(error), error.param, "invalid_value")
+        case ModelError():
+            return 500, _body(f"The model failed: {error}.", None, "model_error", type_="server_error")
         case MemoryPressure():
             return 503, _body(
                 f"Out of KV memory: {error}; try again shortly.", None, "overloaded", type_="server_error"
@@ -67,6 +69,7 @@ def install_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestError, on_error)
     app.add_exception_handler(MemoryPressure, on_error)
+    app.add_exception_handler(ModelError, on_error)
     app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnect, on_disconnect)

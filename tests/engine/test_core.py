@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import FinishReason
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.scheduler import Rows
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
@@ -297,4 +299,32 @@ def test_admission_matches_the_tree_once(monkeypatch: pytest.MonkeyPatch) -> Non
     past = core.history.find("second")
     assert past is not None
     assert past.explanation.num_hit_tokens == 30
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("params", [greedy(9), greedy(9, n=3), greedy(9, beam=BeamSearch(2), n=2)])
+def test_logits_that_are_not_finite_fail_their_request_alone(params: SamplingParams) -> None:
+    core, runner = make_core(num_blocks=100)
+    execute = runner.execute
+
+    def broken(plan: Sequence[Rows]) -> torch.Tensor:
+        logits = execute(plan)
+        asking = [rows for rows in plan if rows.needs_logits]
+        for row, rows in zip(logits, asking, strict=True):
+            if rows.sample.request.request_id == "bad" and rows.sample.num_output_tokens == 2:
+                row[:] = float("nan")
+        return logits
+
+    runner.execute = broken  # type: ignore[method-assign]
+    bad, good = prompt(4, 20), prompt(5, 20)
+    core.add("bad", bad, params)
+    core.add("good", good, greedy(9))
+    outputs = [output for _ in range(40) for output in core.step()]
+    [last] = [output for output in outputs if output.request_id == "bad" and output.finished]
+    assert "not finite" in str(last.failure)
+    assert core.cache.lookup(np.array(bad), Scope()).num_tokens == 0  # nobody continues what it computed
+    tokens = [
+        token for output in outputs if output.request_id == "good" for d in output.deltas for token in d.token_ids
+    ]
+    assert tokens == expected_output(good, 9)
     assert_idle(core)

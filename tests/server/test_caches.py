@@ -173,6 +173,14 @@ async def test_no_tokens_only_warm_up(fake: Live) -> None:
     assert text.choices[0].text == ""
 
 
+async def test_completions_go_on_from_a_text_and_chats_do_not(fake: Live) -> None:
+    client = fake.client.with_options(api_key="sk-a")
+    await client.completions.create(model="fake", prompt="x", max_tokens=1)
+    assert fake.backend.seen[-1]["params"].continues_text
+    await chat(fake, "x", None)
+    assert not fake.backend.seen[-1]["params"].continues_text
+
+
 # -- the promise -------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pagoda.errors import OutOfBlocks
+from pagoda.errors import ModelError, OutOfBlocks
 from pagoda.server.app import create_app
 from pagoda.server.run import DrainingServer, bind
 
@@ -336,3 +336,15 @@ async def test_an_error_after_the_stream_began_is_an_event(live: Live) -> None:
         live.backend.failure = OutOfBlocks(1, 0)
         events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
     assert events[-1]["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_fails_is_told_of(live: Live, stream: bool) -> None:
+    live.backend.failure = ModelError("the model produced logits that are not finite")
+    for path, body in (
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "Hello"}]}),
+    ):
+        answer = await live.http.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 500
+        assert "The model failed: the model produced logits that are not finite." in answer.text

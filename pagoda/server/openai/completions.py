@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pagoda.engine.outputs import Completion, Delta, TokenLogprob
@@ -31,11 +32,12 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     tokenizer = served.engine.tokenizer
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported: a prompt's own are not computed", param="echo")
-    params = request.sampling_params(
+    settings = request.sampling_params(
         tokenizer.vocab_size,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=request.logprobs,
     )
+    params = replace(settings, continues_text=True)
     start, salt = prompt_start_of(served, namespace, request)
     prompts = _tokenize(request.prompt, start, tokenizer, params)
     options = request.prompt_cache_options
