@@ -140,7 +140,7 @@ def _measure(
             point.change(tier.faults, number / rounds)
             seconds, [out] = timed(
                 lambda prompt=prompt, is_cold=is_cold: engine.generate(
-                    [prompt], greedy(1), tier_use=COLD if is_cold else TierUse()
+                    [prompt], greedy(1, tier_use=COLD if is_cold else TierUse())
                 )
             )
             if is_cold and out.usage.num_hit_tokens:

@@ -54,6 +54,23 @@ Secret = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+TierAfterHits = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Write a block to tiers that outlive the process when it was hit so often; 0: as soon as it is full.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Audit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Compute this share of hit blocks again and compare; what is wrong goes, and the tier it came from.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 TierKey = Annotated[
     str | None,
     typer.Option(

@@ -63,6 +63,8 @@ def serve(
     tier: options.Tiers = None,
     secret: options.Secret = None,
     tier_key: options.TierKey = None,
+    tier_after_hits: options.TierAfterHits = 0,
+    audit: options.Audit = 0.0,
     eviction: options.Eviction = "reuse",
     queue_policy: Annotated[
         QueuePolicy,
@@ -141,6 +143,8 @@ def serve(
             secret=secret,
             tenants={} if keys is None else keys.specs,
             tier_key=tier_key,
+            tier_after_hits=tier_after_hits,
+            audit=audit,
         )
 
         names = tuple(served_model_name or (engine.model_name,))

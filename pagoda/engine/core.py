@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
 from pagoda.engine.beam import BeamState
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
@@ -42,7 +43,6 @@ from pagoda.errors import (
 )
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import TokenArray, as_tokens
 from pagoda.model.lora import Adapter
@@ -89,6 +89,11 @@ class EngineCore:
         self._bound_leases()
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
         self._requests: dict[str, Request] = {}
+        self._auditor: Auditor | None = None
+
+    def audit(self, share: float, pool: BlockReader) -> None:
+        """Compare this share of the blocks that hits are made of with what computing them gives; see Auditor."""
+        self._auditor = Auditor(self.cache, self._runner, pool, self._forker.sample, share, self._config.token_budget)
 
     def _bound_leases(self) -> None:
         """Whatever is guaranteed or leased, the longest request must still be able to run."""
@@ -132,7 +137,6 @@ class EngineCore:
         scope: Scope = Scope(),
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
-        tier_use: TierUse = TierUse(),
         adapter: str | None = None,
     ) -> None:
         """Queue a request.
@@ -161,7 +165,6 @@ class EngineCore:
             scope = replace(scope, adapter=chosen.identity, adapter_from=chosen.first_token(tokens))
         request = self._request(request_id, tokens, params, scope, priority)
         request.adapter = chosen
-        request.tier_use = tier_use
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._forker.sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
@@ -191,7 +194,7 @@ class EngineCore:
         if source is None or sample is None or sample.finish_reason is not None or source.beams is not None:
             raise InvalidRequest(f"request {request_id!r} has no live sample {index} to fork", param="request_id")
         request = self._request(new_id, sample.tokens.view.copy(), params, source.scope, source.priority)
-        request.adapter, request.tier_use = source.adapter, source.tier_use
+        request.adapter = source.adapter
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
         if lease is not None:
@@ -267,6 +270,7 @@ class EngineCore:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)
         outputs = self._choose([rows.sample for rows in plan if rows.needs_logits], logits)
+        audits = self._auditor.run() if self._auditor is not None else AuditCounts()
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
             step_s=time.perf_counter() - started,
@@ -280,6 +284,8 @@ class EngineCore:
             num_cached_blocks=self.cache.num_cached_blocks,
             num_evicted_blocks=cache.stats.num_evicted_blocks - before[1],
             num_resumed_tokens=scheduler.num_resumed_tokens - before[2],
+            num_audited_blocks=audits.num_audited,
+            num_audit_mismatches=audits.num_mismatches,
         )
         for observer in self.observers:
             observer.on_step(stats)
@@ -435,6 +441,8 @@ class EngineCore:
             stats = _request_stats(request)
             for observer in self.observers:
                 observer.on_finished(stats)
+            if self._auditor is not None:
+                self._auditor.consider(request)
         return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes))
 
     def renew(self, fingerprint: bytes) -> None:

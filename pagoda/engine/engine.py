@@ -28,7 +28,6 @@ from pagoda.kv.eviction import EvictionPolicy, make_policy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
-from pagoda.kv.lease import TierUse
 from pagoda.kv.pool import BlockPool
 from pagoda.kv.sizes import format_size, parse_size
 from pagoda.kv.tenants import Share
@@ -88,6 +87,8 @@ class Engine:
         eviction: what goes first when the pool is full; a name that `pagoda.kv.eviction.make_policy` knows.
         tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
         tier_after_hits: tiers that outlive the process get a block when it was hit so often; 0: as soon as it is full.
+        audit: the chance of each block of a hit to be computed again and compared; what is wrong is forgotten, and the
+            tier that it came from is taken out.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
         tenants: what each tenant gets, by `Scope.namespace`.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
@@ -113,11 +114,14 @@ class Engine:
         eviction: str = "reuse",
         tiers: Sequence[str] = (),
         tier_after_hits: int = 0,
+        audit: float = 0.0,
         secret: str | None = None,
         tenants: Mapping[str, TenantSpec] = MappingProxyType({}),
         tier_key: str | None = None,
         progress: bool = True,
     ) -> None:
+        if not 0 <= audit <= 1:
+            raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
         quiet = None if progress else (lambda what, done, total: None)
         loaded = load_model(model, dtype=dtype, max_model_len=max_model_len, progress=quiet)
@@ -156,6 +160,8 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
+        if audit:
+            self.core.audit(audit, pool)
         self._bytes_total = pool.num_bytes
         self._names = itertools.count()
 
@@ -229,7 +235,6 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         scope: Scope = Scope(),
-        tier_use: TierUse = TierUse(),
         adapter: str | None = None,
         progress: bool = False,
     ) -> list[Generation]:
@@ -239,7 +244,6 @@ class Engine:
             prompts: texts, or lists of token ids; one of either is taken as a list of one.
             params: for all prompts, or one for each.
             adapter: the name of the adapter that answers them.
-            tier_use: what all of them allow of the tiers below the pool.
             progress: show a bar on a terminal.
 
         Raises:
@@ -262,7 +266,7 @@ class Engine:
         usage: dict[str, Usage] = {}
         try:
             for name, prompt, one in zip(ids, tokens, each, strict=True):
-                self.core.add(name, prompt, one, scope=scope, tier_use=tier_use, adapter=adapter)
+                self.core.add(name, prompt, one, scope=scope, adapter=adapter)
             with _bar(len(ids), shown=progress) as advance:
                 while len(usage) < len(ids):
                     for output in self.core.step():

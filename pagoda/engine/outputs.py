@@ -122,6 +122,8 @@ class StepStats:
     num_cached_blocks: int
     num_evicted_blocks: int
     num_resumed_tokens: int = 0  # of preempted samples, restored from tiers instead of computed again
+    num_audited_blocks: int = 0
+    num_audit_mismatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

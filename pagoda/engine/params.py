@@ -9,6 +9,7 @@ from typing import Literal
 
 from pagoda.engine.kv_retention import KVRetention
 from pagoda.errors import InvalidRequest
+from pagoda.kv.lease import TierUse as TierUse
 
 MAX_SAMPLES = 128
 
@@ -109,6 +110,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     continues_text: bool = False
     kv_retention: KVRetention | None = None
+    tier_use: TierUse = field(default_factory=TierUse)
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, message: str) -> None:

@@ -20,7 +20,7 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
 from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import Lease, TierUse
+from pagoda.kv.lease import Lease
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray
 from pagoda.model.lora import Adapter
@@ -115,7 +115,6 @@ class Request:
         beams: the state of a beam search.
         num_forks: beams made so far.
         adapter: changes the model for it, from the scope's `adapter_from` on.
-        tier_use: what it allows of the tiers below the device.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
         is_announced: observers were told of it.
@@ -133,7 +132,6 @@ class Request:
     adapter: Adapter | None = None
     beams: BeamState | None = None
     num_forks: int = 0
-    tier_use: TierUse = field(default_factory=TierUse)
     first_lease: Lease | None = None
     explanation: Explanation | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))

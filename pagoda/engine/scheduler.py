@@ -194,7 +194,7 @@ class Scheduler:
             return False
         self.waiting.remove(sample)
         self.start(sample)
-        sample.lease.tier_use = sample.request.tier_use
+        sample.lease.tier_use = sample.request.params.tier_use
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))

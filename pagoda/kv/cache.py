@@ -49,6 +49,18 @@ class KVCache(Books):
         self._computing.add(lease)
         return lease
 
+    def hold(self, tokens: TokenArray, scope: Scope) -> Lease:
+        """A lease as `acquire` gives, of one who computes nothing that others may wait for: it counts as no lookup."""
+        return self._hold(tokens, scope, self._tree.match(tokens[:-1], scope))
+
+    def quarantine(self, tokens: TokenArray, scope: Scope) -> str:
+        """The last block of a prefix was found to hold wrong KV: it and all that continues it are forgotten.
+
+        Returns what is known of where it came from.
+        """
+        self.purge(scope, tokens)
+        return "it was computed here"
+
     def _hold(self, tokens: TokenArray, scope: Scope, match: Match) -> Lease:
         if (
             self._copies_tail(match)

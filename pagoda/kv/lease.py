@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda.errors import InvalidRequest
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.directives import Directives
 from pagoda.kv.keys import Scope
@@ -36,11 +37,20 @@ class TierUse:
         wait_s: None waits only as long as that is sure to pay; a number waits so many seconds for the first blocks;
             infinity until the tiers gave what they have.
         store: whether what the request computes may be written to them.
+
+    Raises:
+        InvalidRequest: a number is negative.
     """
 
     max_restored_tokens: int | None = None
     wait_s: float | None = None
     store: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_restored_tokens", "wait_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise InvalidRequest(f"{name} must be 0 or more, got {value}", param=f"tiers.{name}")
 
 
 class Lease:

@@ -26,7 +26,7 @@ from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
-from pagoda.kv.radix_node import TokenArray
+from pagoda.kv.radix_node import ABSENT, TokenArray
 from pagoda.kv.restore import Restore
 from pagoda.kv.tenants import Share
 from pagoda.kv.tiers.records import NO_LEASE, RecordId
@@ -70,6 +70,7 @@ class TieredCache(KVCache):
         self._keys = keys
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
         self._restores: dict[Lease, Restore] = {}
+        self._came_from: dict[int, Lane] = {}  # blocks of the tree that were restored
         self._private: set[int] = set()  # blocks that may not be written to tiers
         self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
 
@@ -165,6 +166,8 @@ class TieredCache(KVCache):
                 new.append((int(blocks[group, index]), RecordId(key, int(group))))
         self._record_of.update(new)
         self.hierarchy.used([record for _, record in new])
+        if self._source is not None:
+            self._came_from.update((block, self._source) for block, _ in new)
         if not lease.tier_use.store and self._source is None:
             self._private.update(block for block, _ in new)
         else:
@@ -185,15 +188,32 @@ class TieredCache(KVCache):
         if ids:
             self.hierarchy.lease(ids, time.time() + ttl_s if ttl_s else NO_LEASE)
 
+    def quarantine(self, tokens: TokenArray, scope: Scope) -> str:
+        """See KVCache. The block's records go from all tiers, and the tier that it was restored from is taken out."""
+        blocks = [int(block) for block in self._tree.match(tokens, scope).blocks[:, -1] if block != ABSENT]
+        records = [record for block in blocks if (record := self._record_of.get(block)) is not None]
+        lane = next((lane for block in blocks if (lane := self._came_from.get(block)) is not None), None)
+        verdict = super().quarantine(tokens, scope)
+        for each in self.hierarchy.lanes:
+            each.forget(records)
+        if lane is not None:
+            lane.quarantine()
+            verdict = f"it came from the {lane.name} tier, which is out of use from now on"
+        return f"{verdict}; key {records[0].key.hex() if records else 'unknown'}"
+
     def _on_evict(self, ids: BlockIds) -> None:
-        named = [(block, record) for block in ids.tolist() if (record := self._record_of.pop(block, None)) is not None]
+        named = [(block, record) for block in ids.tolist() if (record := self._record_of.get(block)) is not None]
         self._write(WritePolicy.BACK, named)
-        self._private.difference_update(ids.tolist())
+        self._forget_names(ids)
 
     def _on_purge(self, ids: BlockIds) -> None:
+        self._forget_names(ids)
+
+    def _forget_names(self, ids: BlockIds) -> None:
         for block in ids.tolist():
             self._record_of.pop(block, None)
-        self._private.difference_update(ids.tolist())
+            self._came_from.pop(block, None)
+            self._private.discard(block)
 
     def _write(self, policy: WritePolicy, named: Sequence[tuple[int, RecordId]], above: Lane | None = None) -> None:
         """Copy blocks out of the pool, as many as are wanted and there is room for, and queue them for tiers."""

@@ -98,7 +98,7 @@ class TierReport:
     """One tier at one moment. Counts are records since the start, unless their names say otherwise.
 
     `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
-    `rejected_<why>`. `load_seconds` is a histogram: upper ends of buckets, and loads in
+    `rejected_<why>`, audit. `load_seconds` is a histogram: upper ends of buckets, and loads in
     each. `usage` is None until the tier told.
     """
 
@@ -152,6 +152,7 @@ class Lane:
         self.found_share = 0.0  # of what was looked up lately; a new tier is believed to be empty
         self.breaker = Breaker(clock)
         self.tally = Tally()
+        self._is_quarantined = False
         self._clock = clock
         self._workers = Workers(num_threads, f"pagoda-{self.name}")
         self._running: set[_Call] = set()
@@ -165,13 +166,18 @@ class Lane:
 
     @property
     def state(self) -> BreakerState:
-        """Open too while a call hangs."""
-        return BreakerState.OPEN if self._is_hung else self.breaker.state
+        """Open too while a call hangs, and for good once the tier gave wrong KV."""
+        return BreakerState.OPEN if self._is_quarantined or self._is_hung else self.breaker.state
 
     @property
     def is_available(self) -> bool:
         """Whether a call may be tried now."""
         return self.state is not BreakerState.OPEN
+
+    def quarantine(self) -> None:
+        """Take the tier out until the process ends: it gave back, in good order, what was never the right KV."""
+        self._is_quarantined = True
+        self.tally.add("failure_audit")
 
     @property
     def _is_hung(self) -> bool:
@@ -211,6 +217,10 @@ class Lane:
         self._call(lambda tier: tier.set_lease(ids, until), threading.Event())
         self.breaker.succeeded()
 
+    def forget(self, ids: Sequence[RecordId]) -> None:
+        """Delete records, whatever the state of the tier. Does not wait."""
+        self._workers.submit(lambda: self.tier.delete(ids))
+
     def _note(self, results: Sequence[GetResult | PutResult]) -> int:
         """Count outcomes and feed the breaker; returns how many were good."""
         good = 0
@@ -245,7 +255,7 @@ class Lane:
 
         What came back is the caller's to judge: it tells the breaker.
         """
-        if self._is_hung or not self.breaker.admit():
+        if self._is_quarantined or self._is_hung or not self.breaker.admit():
             raise TierUnavailable(f"the {self.name} tier is taken out for a while")
         call = _Call()
         future = self._workers.submit(lambda: self._timed(call, work, speed, num_bytes))

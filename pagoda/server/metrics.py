@@ -38,6 +38,8 @@ class Metrics:
         self._hit_tokens = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache")
         self._preemptions = counter("preemptions", "Requests put back in the queue for want of blocks")
         self._resumed = counter("resumed_tokens", "Tokens of preempted requests restored, not computed again")
+        self._audited = counter("audited_blocks", "Blocks of hits that were computed again and compared")
+        self._mismatches = counter("audit_mismatches", "Audited blocks that were wrong")
         self._evicted = counter("evicted_blocks", "Cached blocks given up to make room")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = counter("generation_tokens", "Output tokens of finished requests")
@@ -56,6 +58,8 @@ class Metrics:
         self._step.observe(stats.step_s)
         self._preemptions.inc(stats.num_preempted)
         self._resumed.inc(stats.num_resumed_tokens)
+        self._audited.inc(stats.num_audited_blocks)
+        self._mismatches.inc(stats.num_audit_mismatches)
         self._evicted.inc(stats.num_evicted_blocks)
 
     def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:

@@ -74,7 +74,7 @@ def keys_of(core: EngineCore, seed: int) -> Sequence[BlockKey]:
 
 def ask(core: EngineCore, seed: int, use: TierUse = TierUse()) -> tuple[float, RestoreReport | None]:
     name = f"r{seed}"
-    core.add(name, prompt(seed), SamplingParams(max_tokens=2, temperature=0.0), tier_use=use)
+    core.add(name, prompt(seed), SamplingParams(max_tokens=2, temperature=0.0, tier_use=use))
     request = core._requests[name]
     started = time.perf_counter()
     done = run(core)

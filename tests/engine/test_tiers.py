@@ -287,7 +287,7 @@ def test_a_selective_tier_gets_what_was_used_again() -> None:
 def test_a_request_may_keep_its_blocks_out_of_the_tiers(policy: WritePolicy) -> None:
     tier = MemoryTier(1 << 20)
     core, _ = make_core(tiers=[(tier, policy)])
-    core.add("private", prompt(1), greedy(5), tier_use=TierUse(store=False))
+    core.add("private", prompt(1), SamplingParams(max_tokens=5, temperature=0.0, tier_use=TierUse(store=False)))
     run(core)
     assert ask(core, prompt(1), "public") == 59  # still shared on the device
     core.cache.clear()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
-from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
+from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
 from pagoda.server.openai.breakpoints import PromptCacheOptions
@@ -89,6 +89,15 @@ class KVRetentionRequest(BaseModel):
         return KVRetention(tuple(ranges), self.decode_priority, self.decode_duration_s)
 
 
+class TierOptions(BaseModel):
+    """`tiers`: what the request allows of the tiers below the device; see TierUse."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    max_restored_tokens: Int32 | None = None
+    wait_s: float | None = None
+    store: bool = True
+
+
 class GenerationRequest(BaseModel):
     """What all endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
 
@@ -120,6 +129,7 @@ class GenerationRequest(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
+    tiers: TierOptions | None = None
     cached_content: str | None = None
     # The key is OpenAI's hint for routing; with one replica there is nothing to route, and the cache needs no hint.
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
@@ -171,6 +181,7 @@ class GenerationRequest(BaseModel):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
+            tier_use=TierUse(**self.tiers.model_dump()) if self.tiers is not None else TierUse(),
         )
         if self.stream and params.is_ranked:
             what = "a beam search" if beam else "best_of above n"
