@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -108,12 +109,11 @@ def test_a_tier_that_became_known_is_met_where_it_pays_most(faults: Faults) -> N
 def test_no_speed_of_a_tier_costs_more_than_patience(faults: Faults, delay_s: float, bytes_per_s: float) -> None:
     core, _, _ = warm_core(faults, prompts=3)
     faults.delay_s, faults.bytes_per_s = delay_s, bytes_per_s
-    for seed in range(2):
-        seconds, _ = ask(core, seed)
-        assert seconds < 2 * TOKENS * S_PER_TOKEN  # patience is 3%; the rest is for a busy machine
+    cold, _ = ask(core, 3, TierUse(max_restored_tokens=0))
+    tiered = [ask(core, seed)[0] for seed in range(2)]
     faults.delay_s, faults.bytes_per_s = 1.0, float("inf")
-    seconds, _ = ask(core, 2)
-    assert seconds < 2 * TOKENS * S_PER_TOKEN
+    tiered.append(ask(core, 2)[0])
+    assert statistics.median(tiered) < 1.5 * cold + 0.1  # patience is 3%; the rest is for a busy machine
 
 
 def test_a_hole_is_computed_and_what_follows_it_used(faults: Faults) -> None:
