@@ -111,6 +111,7 @@ class TierReport:
     num_lost: int
     num_loaded: int
     num_slower: int
+    num_late: int
     num_restored_tokens: int
     failures: dict[str, int]
     load_seconds: tuple[tuple[float, int], ...]
@@ -336,6 +337,7 @@ class Lane:
             num_lost=counts.get("lost", 0),
             num_loaded=counts.get("loaded", 0),
             num_slower=counts.get("slower", 0),
+            num_late=counts.get("late", 0),
             num_restored_tokens=counts.get("restored_tokens", 0),
             failures={
                 name.removeprefix("failure_"): count for name, count in counts.items() if name.startswith("failure_")

@@ -23,6 +23,7 @@ def report(name: str, state: BreakerState, usage: Usage | None) -> TierReport:
         num_lost=4,
         num_loaded=5,
         num_slower=6,
+        num_late=7,
         num_restored_tokens=80,
         failures={"timeout": 7},
         load_seconds=((0.01, 2), (0.1, 0), (INFINITY, 1)),
@@ -41,8 +42,16 @@ async def test_each_tier_has_its_samples(live: Live) -> None:
         report("s3", BreakerState.OPEN, None),
     ]
     samples = await scrape(live)
-    names = "stored_records", "demoted_records", "skipped_records", "lost_records", "loaded_records", "slower_blocks"
-    assert [samples[f"pagoda_tier_{name}_total{{tier=dram}}"] for name in names] == [1, 2, 3, 4, 5, 6]
+    names = (
+        "stored_records",
+        "demoted_records",
+        "skipped_records",
+        "lost_records",
+        "loaded_records",
+        "slower_blocks",
+        "late_blocks",
+    )
+    assert [samples[f"pagoda_tier_{name}_total{{tier=dram}}"] for name in names] == [1, 2, 3, 4, 5, 6, 7]
     assert samples["pagoda_tier_restored_tokens_total{tier=s3}"] == 80
     assert samples["pagoda_restored_tokens_total"] == 160
     assert samples["pagoda_tier_failures_total{reason=timeout,tier=s3}"] == 7
