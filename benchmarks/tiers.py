@@ -5,6 +5,9 @@
 DRAM is held against memcpy (numpy.copyto between two arrays of the same sizes, in as many threads), disk against direct
 reads of a flat file at the same block size, by one thread and by two, whichever is faster. The works take turns in one
 run, some milliseconds each, so that what slows the machine slows all. Restores are verified, as in service.
+
+With `--lmcache PYTHON`, of an environment that has `lmcache`, its CPU and disk backends take turns too. vLLM's own
+offloading needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import json
 import mmap
 import os
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +59,9 @@ def aligned(num_rows: int, row_bytes: int) -> np.ndarray:
 
 
 def compare(what: str, out: np.ndarray, rounds: int, works: Mapping[str, Work]) -> None:
-    """Run the works in turns, slice by slice: GB/s of each, and the first as a share of the fastest other.
+    """Run the works in turns, slice by slice: GB/s of each, and the first as a share of the fastest limit.
+
+    Limits are all others but LMCache.
 
     Rates are over all slices; the spread of the share is that of the middle half of the slices.
     """
@@ -70,7 +77,7 @@ def compare(what: str, out: np.ndarray, rounds: int, works: Mapping[str, Work]) 
                     times[label].append((time.perf_counter() - start_s) / len(rows))
     rates = {label: out.shape[1] / statistics.median(taken) / 1e9 for label, taken in times.items()}
     first, *others = works
-    fastest = max(others, key=rates.__getitem__)
+    fastest = max((label for label in others if label != "lmcache"), key=rates.__getitem__)
     low, middle, high = statistics.quantiles([b / a for a, b in zip(times[first], times[fastest], strict=True)], n=4)
     share = {"of": fastest, "median": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
     print(json.dumps({"what": what, "GB/s": {k: round(v, 2) for k, v in rates.items()}, "share": share}), flush=True)
@@ -144,14 +151,46 @@ def fill(tier: Tier, source: np.ndarray) -> None:
             raise RuntimeError("a record was not stored")
 
 
-def against_memcpy(source: np.ndarray, out: np.ndarray, threads: int, rounds: int) -> None:
+@contextmanager
+def lmcache(python: Path | None, folder: Path, out: np.ndarray) -> Iterator[Callable[[str], dict[str, Work]]]:
+    """LMCache with as many records as `out` has; yields what makes works of a backend: none without a Python."""
+    if python is None:
+        yield lambda backend: {}
+        return
+    program = Path(__file__).with_name("tiers_lmcache.py")
+    command = [str(python), str(program), str(folder), str(out.shape[1]), str(len(out))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        to, answers = process.stdin, process.stdout
+        assert to is not None
+        assert answers is not None
+
+        def wait_for(word: str) -> None:
+            for line in answers:
+                if line.strip() == word:  # whatever else it prints
+                    return
+            raise RuntimeError("LMCache ended")
+
+        def work_of(backend: str) -> dict[str, Work]:
+            def work(rows: range) -> None:
+                to.write(f"{backend} {rows.start} {rows.stop}\n")
+                to.flush()
+                wait_for("done")
+
+            return {"lmcache": work}
+
+        wait_for("ready")
+        yield work_of
+        process.kill()
+
+
+def against_memcpy(source: np.ndarray, out: np.ndarray, threads: int, rounds: int, peer: dict[str, Work]) -> None:
     with DramTier(out.nbytes) as dram:
         fill(dram, source)
-        works = {"dram": restore(dram, out, threads), "memcpy": memcpy(source, out, threads)}
+        works = {"dram": restore(dram, out, threads), "memcpy": memcpy(source, out, threads)} | peer
         compare(f"dram, {out.shape[1] >> 10} KiB, {threads} threads", out, rounds, works)
 
 
-def against_direct_reads(folder: Path, source: np.ndarray, out: np.ndarray, rounds: int) -> None:
+def against_direct_reads(folder: Path, source: np.ndarray, out: np.ndarray, rounds: int, peer: dict[str, Work]) -> None:
     kib = out.shape[1] >> 10
     flat = folder / "flat"
     flat.touch()
@@ -169,7 +208,7 @@ def against_direct_reads(folder: Path, source: np.ndarray, out: np.ndarray, roun
             "direct": direct_read(descriptor, out, 1),
             "direct, 2 threads": direct_read(descriptor, out, 2),
         }
-        compare(f"disk, {kib} KiB", out, rounds, works)
+        compare(f"disk, {kib} KiB", out, rounds, works | peer)
     os.close(descriptor)
 
 
@@ -194,15 +233,20 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, nargs="+", default=[2048, 1024, 512, 256, 128], help="record sizes")
     parser.add_argument("--rounds", type=int, default=11, help="repetitions (default 11)")
     parser.add_argument("--records", type=int, default=100_000, help="for the rebuild (default 100,000; 0 skips it)")
+    parser.add_argument("--lmcache", type=Path, metavar="PYTHON", help="a Python that has lmcache, to compare with")
     options = parser.parse_args()
 
     for kib in options.block_kib:
         source, out = (aligned((options.mib << 10) // kib, kib << 10) for _ in range(2))
         source[:] = np.random.default_rng(0).integers(0, 256, kib << 10, dtype=np.uint8)
-        for threads in (1, 2):
-            against_memcpy(source, out, threads, options.rounds)
-        with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            against_direct_reads(Path(name), source, out, options.rounds)
+        with (
+            tempfile.TemporaryDirectory(dir=options.folder) as name,
+            tempfile.TemporaryDirectory(dir=options.folder) as peer_folder,
+            lmcache(options.lmcache, Path(peer_folder), out) as peer,
+        ):
+            against_memcpy(source, out, 1, options.rounds, peer("cpu"))
+            against_memcpy(source, out, 2, options.rounds, {})
+            against_direct_reads(Path(name), source, out, options.rounds, peer("disk"))
     if options.records:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             rebuild(Path(name), options.records)
