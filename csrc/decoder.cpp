@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
+constexpr int64_t kManyRows = 64;         // fewer read the weights at the speed of memory as it is
 constexpr int64_t kCachedX = 1 << 20;      // bytes of x that stay in a core's cache while panels pass
 constexpr int64_t kPhasesPerLayer = 10;
 constexpr int64_t kOtherPhases = 6;
@@ -94,8 +95,8 @@ Batch batch_of(const StepTensors& step, const GroupTensors& group, int64_t windo
 template <typename Share>
 class Pass {
 public:
-    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Share& share)
-        : s_(shape), step_(step), m_(memory), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, int threads, Share& share)
+        : s_(shape), step_(step), m_(memory), threads_(threads), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
     void embed() {
         const EmbedArgs args = {s_.embedding, step_.token_ids, m_.residual, rows_, s_.hidden};
@@ -148,7 +149,8 @@ private:
     }
 
     void linear(const bf16* x, int64_t num_in, const bf16* weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
-        const TileLinearArgs args = {x, weight, bias, out, num_in, rows_, num_in, num_out, sink};
+        const TileLinearArgs args = {x, weight, bias, out, num_in, rows_, num_in, num_out, sink,
+                                     rows_ < kManyRows ? 0 : threads_};
         const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
         const int64_t panels = (num_out + outs - 1) / outs, rows_at_once = rows_at_once_of(num_in), chunks = (rows_ + rows_at_once - 1) / rows_at_once;
         share_(panels * chunks, [&](int64_t i) {
@@ -200,6 +202,7 @@ private:
     const DecoderTensors& s_;
     const StepTensors& step_;
     const Activations& m_;
+    const int threads_;
     Share& share_;
     const TileTable& tiles_;
     int64_t rows_;
@@ -261,7 +264,7 @@ void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& po
         plans.push_back({layer.group, layer.window, plan_attention(attention[i], batch, threads)});
     }
     team_.run(threads, [&](auto share) {
-        Pass pass(shape_, step, memory, share);
+        Pass pass(shape_, step, memory, threads, share);
         pass.embed();
         for (size_t i = 0; i < layers_.size(); i++) {
             pass.attention(layers_[i], attention[i], plans[plan_of[i]].plan);

@@ -96,7 +96,7 @@ void linear_pack(const LinearArgs& a, void* packed_x) {
 void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_t out_end) {
     if (fills_tiles(a)) {
         const TileLinearArgs tiles = {(const bf16*)packed_x, (const bf16*)a.weight, (const bf16*)a.bias, a.out, a.weight_row_stride,
-                                      a.rows, a.num_in, a.num_out, Sink::kRows};
+                                      a.rows, a.num_in, a.num_out, Sink::kRows, 0};
         for (int64_t out = out_begin; out < out_end; out += 2 * kTileSide) tile_linear(tiles, out / (2 * kTileSide), 0, a.rows);
     } else {
         linear_vectors(a, out_begin, out_end);
