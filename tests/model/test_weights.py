@@ -89,6 +89,16 @@ def test_shards_give_the_same_model(tmp_path):
     assert torch.equal(whole.weights.lm_head, sharded.weights.lm_head)
 
 
+def test_tensors_start_at_cache_lines(tmp_path):
+    tensors = {f"t{i}": torch.randn(i, 3) for i in range(1, 9)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    for name, tensor in tensors.items():
+        read = folder.read(name, tuple(tensor.shape))
+        assert read.data_ptr() % 64 == 0
+        assert torch.equal(read, tensor)
+
+
 def test_tied_embeddings_share_memory(tmp_path):
     weights = load(save(build("qwen3"), tmp_path)).weights
     assert weights.lm_head is weights.embedding
