@@ -165,7 +165,9 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(name, "config.json"))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelNotFound(
-            f"cannot get the config of {name!r} from the Hugging Face hub: {error}", param="model"
+            f"{name!r} is none of the built-in models (`pagoda plan --list`), and its config cannot be got from the "
+            f"Hugging Face hub: {error}",
+            param="model",
         ) from error
 
 

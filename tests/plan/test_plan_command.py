@@ -70,6 +70,23 @@ def test_a_folder_a_file_and_no_model(tmp_path: Path) -> None:
         load_shape("no such model")
 
 
+def test_of_a_hub_model_only_the_config_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CATALOG["qwen3-8b"]))
+    asked: list[tuple[str, ...]] = []
+
+    def download(*args: str) -> str:
+        asked.append(args)
+        if args[0] != "Qwen/Qwen3-8B":
+            raise OSError("no network")
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert load_shape("Qwen/Qwen3-8B").parameters == load_shape("qwen3-8b").parameters
+    assert asked == [("Qwen/Qwen3-8B", "config.json")]
+    with pytest.raises(ModelNotFound, match=r"--list.*no network"):
+        load_shape("nobody/nothing")
+
+
 @pytest.mark.parametrize(("text", "count"), [("8192", 8192), ("8k", 8192), ("1M", 1048576), ("10,000", 10_000)])
 def test_tokens(text: str, count: int) -> None:
     assert parse_tokens(text) == count
