@@ -28,7 +28,7 @@ class Forced:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._decoder: Any = engine.core._runner._decoder  # no public way in, nor need for one
+        self._decoder: Any = engine.core._runner.decoder  # the runner is private, and only tests and measurements need it
         self._forward = self._decoder.forward
         self._decoder.forward = self._tapped
         self._every_row = False

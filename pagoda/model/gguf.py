@@ -164,7 +164,9 @@ def _gemma_config(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dic
         "attn_logit_softcapping": metadata.get(f"{kind}.attn_logit_softcapping"),
         "final_logit_softcapping": metadata.get(f"{kind}.final_logit_softcapping"),
     }
-    if kind == "gemma3":
+    if kind == "gemma2":
+        found["sliding_window"] = metadata.get("gemma2.attention.sliding_window", 4096)  # early files leave it out
+    else:
         local = {"rope_type": "default", "rope_theta": metadata.get("gemma3.rope.freq_base_swa", 10000.0)}
         found["model_type"] = "gemma3_text"
         found["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}

@@ -84,17 +84,18 @@ def test_gemma_gguf_equals_the_model_it_was_made_from(variant, metadata, tmp_pat
 
 
 def test_the_largest_gemmas_scale_queries_by_the_width_of_the_model():
-    def query_size(kind, layers, heads):
+    def config(kind, layers, heads):
         sizes = {"block_count": layers, "embedding_length": 5376, "feed_forward_length": 8, "context_length": 64}
         attention = {"attention.head_count": heads, "attention.key_length": 128, "attention.value_length": 128}
         metadata = {"attention.layer_norm_rms_epsilon": 1e-6, **sizes, **attention}
         keyed = {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in metadata.items()}
         embedding = SimpleNamespace(shape=(5376, 1000))
-        return converter.hf_config(keyed, {"token_embd.weight": embedding})["query_pre_attn_scalar"]
+        return converter.hf_config(keyed, {"token_embd.weight": embedding})
 
-    assert query_size("gemma3", 62, 32) == 168
-    assert query_size("gemma3", 48, 16) == 128
-    assert query_size("gemma2", 46, 32) == 168
+    assert config("gemma3", 62, 32)["query_pre_attn_scalar"] == 168
+    assert config("gemma3", 48, 16)["query_pre_attn_scalar"] == 128
+    assert config("gemma2", 46, 32)["query_pre_attn_scalar"] == 168
+    assert config("gemma2", 46, 32)["sliding_window"] == 4096
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0], ids=lambda kind: kind.name)
