@@ -28,7 +28,7 @@ class Forced:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._decoder: Any = engine.core._runner.decoder  # the runner is private, and only tests and measurements need it
+        self._decoder: Any = engine.core._runner.decoder  # private: only measurements need it
         self._forward = self._decoder.forward
         self._decoder.forward = self._tapped
         self._every_row = False
