@@ -31,11 +31,28 @@ class LeaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """Blocks that the tree has of a tenant, and those charged to its leases."""
+    """What a tenant has and did.
+
+    Attributes:
+        num_blocks: in the tree.
+        num_leased_blocks: charged to its leases.
+        num_held_blocks: of its requests and leases, in the tree or not.
+        num_cached_blocks: in the tree alone; they may be evicted.
+        num_guaranteed_blocks: that nobody else can take from it.
+        num_evicted_blocks: that it lost to make room; this and the tokens are counted since the start.
+    """
 
     tenant: str
     num_blocks: int
     num_leased_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_guaranteed_blocks: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    num_computed_tokens: int
+    num_restored_tokens: int
+    num_evicted_blocks: int
 
 
 class CacheAdmin:
@@ -52,7 +69,22 @@ class CacheAdmin:
     def usage(self) -> list[TenantUsage]:
         """Every tenant's, by name. O(nodes of the tree)."""
         in_tree, leased = self._cache.blocks_by_namespace(), self._cache.retention.usage
-        return [TenantUsage(name, in_tree[name], leased.get(name, 0)) for name in sorted(in_tree)]
+        tenants = self._cache.tenants
+        return [
+            TenantUsage(
+                tenant.name,
+                in_tree[tenant.name],
+                leased.get(tenant.name, 0),
+                *tenants.held_and_cached(tenant),
+                tenants.guaranteed(tenant.name),
+                tenant.num_query_tokens,
+                tenant.num_hit_tokens,
+                tenant.num_computed_tokens,
+                tenant.num_restored_tokens,
+                tenant.num_evicted_blocks,
+            )
+            for tenant in sorted(tenants.all(), key=lambda tenant: tenant.name)
+        ]
 
     def prefixes(self, tenant: str | None = None, limit: int = 1000) -> list[PrefixView]:
         """The tree of a tenant, or of all: the first `limit` runs, parents first. O(of what is returned)."""

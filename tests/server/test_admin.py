@@ -70,7 +70,10 @@ async def test_usage_by_tenant_and_clear(folder: Path) -> None:
         assert bolt["num_leased_blocks"] == 0
         freed = (await live.http.post("/v1/kv/clear", headers=ADMIN)).json()["freed_blocks"]
         assert freed == acme["num_blocks"] + bolt["num_blocks"] - acme["num_leased_blocks"]
-        [left] = (await live.http.get("/v1/kv", headers=ADMIN)).json()["tenants"]
+        left, gone = (await live.http.get("/v1/kv", headers=ADMIN)).json()["tenants"]
+        assert gone["num_blocks"] == gone["num_cached_blocks"] == 0
+        assert gone["num_evicted_blocks"] == bolt["num_blocks"]
+        assert gone["num_computed_tokens"] >= bolt["num_query_tokens"] - bolt["num_hit_tokens"] > 0
         assert left["num_blocks"] == left["num_leased_blocks"] == acme["num_leased_blocks"]
 
 
