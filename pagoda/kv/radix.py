@@ -51,7 +51,7 @@ class RadixTree(RadixIndex):
     ) -> None:
         super().__init__(block_size, windows, num_blocks)
         self._now = 0
-        self._queues = Queues(LRU() if policy is None else policy, block_size)
+        self._queues = Queues(LRU() if policy is None else policy, block_size, num_blocks)
         self._account_of = account_of
         self._slid: defaultdict[int, dict[Node, None]] = defaultdict(dict)
         """Of each account an ordered set: nodes that may hold window blocks no hit will read."""
@@ -300,6 +300,11 @@ class RadixTree(RadixIndex):
 
     def _take_tail(self, leaf: Node, held: Held, count: int) -> tuple[BlockIds, bool]:
         """At least `count` blocks from the end of a leaf, if so many are unheld, and whether a held one stopped it."""
+        if self.windows == (None,):  # no holes, and no groups that go together: the same in fewer steps
+            row = leaf.blocks[0]
+            stops = held(row[-count:]).nonzero()[0]
+            columns = max(0, row.size - count) + (int(stops[-1]) + 1 if stops.size else 0)
+            return self._cut(leaf, columns, row[columns:][::-1]), bool(stops.size)
         present = leaf.blocks != ABSENT
         busy = np.zeros_like(present)
         busy[present] = held(leaf.blocks[present])
@@ -312,10 +317,15 @@ class RadixTree(RadixIndex):
         columns = leaf.blocks.shape[1] - int(np.searchsorted(supply, enough, side="right"))
         tail = leaf.blocks[:, columns:]
         ids = tail.T[::-1][present[:, columns:].T[::-1]]
-        self._queues.first.on_evict(leaf, columns * self.block_size)
-        leaf.tokens = _head(leaf.tokens, columns * self.block_size)
-        leaf.blocks = leaf.blocks[:, :columns].copy()
-        return ids, columns == first and columns > 0
+        return self._cut(leaf, columns, ids), columns == first and columns > 0
+
+    def _cut(self, leaf: Node, columns: int, ids: BlockIds) -> BlockIds:
+        """Take all but the first columns from a leaf; they hold `ids`."""
+        if ids.size:
+            self._queues.first.on_evict(leaf, columns * self.block_size)
+            leaf.tokens = _head(leaf.tokens, columns * self.block_size)
+            leaf.blocks = leaf.blocks[:, :columns].copy()
+        return ids
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent

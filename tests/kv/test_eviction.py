@@ -24,6 +24,7 @@ class Leaf:
     expires_at: float = np.inf
     depth: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
+    blocks: np.ndarray = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int32))
     parent: Evictable | None = None
 
 

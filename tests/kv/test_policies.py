@@ -6,7 +6,17 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.kv import eviction
 from pagoda.kv.eviction import FIFO, GDSF, LFU, LRU, POLICIES, S3FIFO, SLRU, EvictionPolicy, make_policy
-from pagoda.kv.eviction.monitor import NUM_AGES, NUM_CLASSES, WIDTHS, ReuseMonitor, age_bucket
+from pagoda.kv.eviction.monitor import (
+    END,
+    NUM_AGES,
+    NUM_KINDS,
+    RING_SIZE,
+    WIDTHS,
+    ReuseMonitor,
+    age_bucket,
+    kind_of_new,
+    kind_of_reused,
+)
 from pagoda.kv.eviction.reuse import ReuseRate, gittins_index
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix import RadixTree
@@ -174,7 +184,7 @@ def test_policies_are_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_index_of_a_constant_rate_is_that_rate() -> None:
     rate = 1e-3
-    chances = 1 - np.exp(-rate * np.tile(WIDTHS, (NUM_CLASSES, 1)))
+    chances = 1 - np.exp(-rate * np.tile(WIDTHS, (NUM_KINDS, 1)))
     young = gittins_index(chances)[0, :16]  # later buckets are wider than the mean time to a reuse
     assert young == pytest.approx(rate, rel=0.05)
 
@@ -187,30 +197,91 @@ def test_the_index_sees_a_reuse_coming() -> None:
     assert (index[13:] == 0).all()
 
 
+def one_block(monitor: ReuseMonitor, block: int, name: int, now: int) -> None:
+    monitor.insert(np.array([block], dtype=np.int32), 0, np.array([name, name]), 0, now)
+
+
 def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures() -> None:
-    monitor = ReuseMonitor(block_size=2)
-    for now in range(1, 4001):
-        monitor.use(np.array([now, now]), 0, now)
-        if now > 100 and now % 2:
-            monitor.use(np.array([now - 100, now - 100]), 0, now)
-    at = age_bucket(100)
-    once = monitor.chances(4000)[0]
-    assert once[at] == pytest.approx(0.5, abs=0.05)
-    assert once[[at - 3, at + 3]] == pytest.approx(0, abs=0.02)
+    """A block enters every tick; every second one comes back after 100 ticks, evicted or not."""
+    for evicts in (False, True):
+        monitor = ReuseMonitor(block_size=2, num_blocks=4096)
+        for now in range(1, 4001):
+            one_block(monitor, now, now, now)
+            if evicts:
+                monitor.evict(np.array([now], dtype=np.int32))
+            if now > 100 and now % 2:
+                if evicts:
+                    one_block(monitor, now - 100, now - 100, now)
+                else:
+                    monitor.hit(np.array([now - 100], dtype=np.int32), now)
+        at = age_bucket(100)
+        new = monitor.chances(4000)[END]
+        assert new[at] == pytest.approx(0.5, abs=0.06)
+        assert new[[at - 3, at + 3]] == pytest.approx(0, abs=0.03)
+
+
+def test_the_monitor_forgets_the_oldest_uses() -> None:
+    monitor = ReuseMonitor(block_size=2, num_blocks=64)
+    ids = np.arange(64, dtype=np.int32)
+    monitor.insert(ids, 0, np.arange(128), 0, 1)
+    for now in range(2, 2 + RING_SIZE // 64 + 10):
+        monitor.hit(ids, now)
+    often = kind_of_reused(1000)
+    assert monitor.kind[ids].tolist() == [often] * 64
+    assert monitor.chances(now)[often, 0] > 0.99
+
+
+def kinds(cache: Cache, policy: ReuseRate) -> dict[int, list[int]]:
+    """Of every node, by its first token."""
+    return {int(node.tokens[0]): policy._monitor.kind[node.blocks[0]].tolist() for node in cache.tree.nodes()}
+
+
+def test_a_kind_tells_how_much_was_new_where_a_prompt_ended_and_what_was_used_again() -> None:
+    policy = ReuseRate()
+    cache = Cache(policy, num_blocks=256)
+    cache.use(A, num_blocks=40)
+    assert kinds(cache, policy)[A] == [kind_of_new(40)] * 39 + [END]
+    first = tuple(range(A, A + 78))  # all but the last block, which the next turn does not have
+    cache.use(2000, num_blocks=9, prefix=first)
+    found = kinds(cache, policy)
+    assert found[A] == [kind_of_reused(2)] * 39
+    assert found[A + 78] == [END]
+    assert found[2000] == [kind_of_new(9)] * 8 + [END]
+    assert len({END, kind_of_new(1), kind_of_new(9), kind_of_new(40), kind_of_new(10_000), kind_of_reused(2)}) == 6
+    assert kind_of_reused(10_000) == NUM_KINDS - 1
+
+
+def test_a_prompt_that_grows_piece_by_piece_is_of_the_kind_of_the_whole() -> None:
+    policy = ReuseRate()
+    tree = RadixTree(2, (None,), 64, policy)
+    ids = np.arange(40, dtype=np.int32)
+    for start in range(0, 40, 10):
+        after = start - 1 if start else None
+        tree.insert(SCOPE, after, np.arange(2 * start, 2 * start + 20), ids[None, start : start + 10])
+    assert policy._monitor.kind[ids].tolist() == [kind_of_new(40)] * 39 + [END]
+    noted = policy._monitor._kinds[: policy._monitor._num_uses]
+    assert noted.size
+    assert set(noted.tolist()) <= {kind_of_new(40), END}
 
 
 def test_the_monitor_remembers_uses_after_eviction() -> None:
-    cache = used(ReuseRate(), A)
-    for _ in range(3):
+    policy = ReuseRate()
+    cache = used(policy, A)
+    for _ in range(2):
         cache.evict()
         cache.use(A)
-    cache.use(B)
-    leaves = {int(node.tokens[0]): node for node in cache.tree.nodes()}
-    monitor = ReuseMonitor(block_size=2)
-    for _ in range(4):
-        monitor.use(leaves[A].tokens, 0, 1)
-    assert monitor.classes(leaves[A].tokens, 0).tolist() == [3]
-    assert monitor.classes(leaves[A].tokens, 2).tolist() == [0]  # the same tokens elsewhere are another block
+    assert kinds(cache, policy)[A] == [kind_of_reused(3)]
+    cache.use(A + 1000, prefix=(A + 2, A + 3))  # the same tokens elsewhere are another block
+    cache.use(A, prefix=(B, B + 1))
+    assert kinds(cache, policy)[B] == [kind_of_new(2), END]
+
+
+def test_absent_blocks_are_not_counted() -> None:
+    monitor = ReuseMonitor(block_size=2, num_blocks=8)
+    monitor.insert(np.array([-1, -1, 3, 4], dtype=np.int32), 0, np.arange(8), 0, 1)
+    for now in range(2, 50):
+        monitor.hit(np.array([-1, -1, 3, 4], dtype=np.int32), now)
+    assert monitor.chances(50)[kind_of_reused(5), 0] > 0.9
 
 
 def test_the_default_keeps_what_comes_back_through_scans() -> None:
@@ -236,4 +307,18 @@ def test_the_default_keeps_its_heaps_small() -> None:
     cache = Cache(policy)
     for turn in range(3000):
         cache.use(10 * (turn % 8))
-    assert sum(len(heap) for heap in [*policy._oldest, *policy._youngest]) < 2 * NUM_CLASSES * 100
+    assert sum(len(heap) for heap in [*policy._oldest, *policy._youngest]) < 2 * NUM_KINDS * 100
+
+
+def test_a_leaf_that_moved_to_a_sibling_is_not_taken_from_here() -> None:
+    policy = ReuseRate()
+    cache = used(policy, A, B)
+    leaves = {int(node.tokens[0]): node for node in cache.tree.nodes()}
+    assert policy.take() is leaves[A]
+    policy.offer(leaves[A])
+    other = policy.sibling()
+    policy.discard(leaves[A])
+    other.offer(leaves[A])
+    assert policy.take() is leaves[B]
+    assert policy.take() is None
+    assert other.take() is leaves[A]

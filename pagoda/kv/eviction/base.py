@@ -23,6 +23,7 @@ class Evictable(Protocol):
     """What a policy may look at; equal to itself only. Times are the tree's ticks, one per lookup or insertion."""
 
     tokens: npt.NDArray[np.integer]
+    blocks: npt.NDArray[np.int32]  # ids, [num_groups, ceil(len(tokens) / block_size)]; -1 where a group has none
     depth: int  # tokens before this node on its path
     created: int
     last_access: int
@@ -41,8 +42,8 @@ class Evictable(Protocol):
 class EvictionPolicy(Protocol):
     """Chooses among evictable leaves."""
 
-    def bind(self, block_size: int) -> None:
-        """Start to serve a tree; called once, by the tree.
+    def bind(self, block_size: int, num_blocks: int) -> None:
+        """Start to serve a tree whose block ids are below `num_blocks`; called once, by the tree.
 
         Raises:
             ConfigError: it serves another.
@@ -84,7 +85,7 @@ class Policy:
 
     block_size = 0
 
-    def bind(self, block_size: int) -> None:
+    def bind(self, block_size: int, num_blocks: int) -> None:
         """Note the block size."""
         if self.block_size:
             raise ConfigError("an eviction policy serves one tree; make another for another tree")

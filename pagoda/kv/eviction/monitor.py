@@ -1,11 +1,18 @@
-"""ReuseMonitor: from the latest uses of blocks, how likely a block is to be used again, and how soon.
+"""ReuseMonitor: from the latest uses of blocks, how likely a block of some kind is to be used again, and how soon.
 
-    use ──> sketch      how often each block was used, in or out of the cache: 2^20 saturating counters, halved in time
-        └─> ring        the last 2^14 uses of a sample of blocks: (class, tick, tick of the block's next use if it came)
+    insert, hit ──> per block   how often it was used, its kind, the number of its latest use
+               └──> ring        the last 2^16 uses: kind, tick, tick of the same block's next use if it came
+    evict ────────> ghosts      by a hash of its tokens: the same of a block that left, so that coming back counts
 
-A class is a number of uses so far, 1 to 5 or more. A use without a next one counts as "not yet" at its present age, so
-young uses do not look like failures (the product-limit estimate of Kaplan and Meier, 1958). Blocks are sampled by their
-hash (SHARDS, Waldspurger et al., FAST 2015); the larger the cache, the fewer, so that the ring spans its residents.
+A use without a next one counts as "not yet" at its present age, so young uses do not look like failures (the
+product-limit estimate of Kaplan and Meier, 1958). A block's kind says what could be known when it was last used:
+
+    new      by how many blocks the prompt was the first to have: a pasted document comes back less often than the line
+             that continues a conversation
+    the end  of a new prompt: what continues it rarely has its last block, which was not full
+    reused   used 2, 3, 4, 5 or more times
+
+A large cache notes one use in so many, so that the ring spans several times what it holds.
 """
 
 from __future__ import annotations
@@ -15,17 +22,24 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-NUM_CLASSES = 5
 NUM_AGES = 48  # two to an octave of ticks
-RING_SIZE = 1 << 14
-SKETCH_SIZE = 1 << 20
+RING_SIZE = 1 << 16
+NUM_GHOSTS = 1 << 19
 SPAN = 8  # the ring covers this many times the blocks in the cache
-PRIOR_USES = 20.0  # a class is taken for the average one until it has many more uses than this
+PRIOR_USES = 20.0  # a kind's chances have the shape of the average one's until it has many more uses than this
+PRIOR_REUSES = 5.0
 PRIOR_CHANCE = 0.02
 WIDTHS = np.diff(2.0 ** (np.arange(NUM_AGES + 1) / 2))
 
-_PLACE = np.uint64(SKETCH_SIZE - 1)
-_CLASS_OF_COUNT = np.clip(np.arange(256) - 1, 0, NUM_CLASSES - 1).astype(np.uint8)
+END = 0
+NUM_SIZES = 8  # of what is new; one and a half octaves of blocks each
+MOST_USES = 5
+NUM_KINDS = 1 + NUM_SIZES + MOST_USES - 1
+
+BlockIds = npt.NDArray[np.int32]
+_RING = RING_SIZE - 1
+_GHOST = NUM_GHOSTS - 1
+_NONE = -RING_SIZE - 1  # the number of no use
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -34,71 +48,120 @@ def age_bucket(age: int) -> int:
     return min(int(2 * math.log2(age)), NUM_AGES - 1) if age > 1 else 0
 
 
-class ReuseMonitor:
-    """Counts uses of blocks and estimates their rate of reuse by class and age."""
+def kind_of_new(num_blocks: int) -> int:
+    """The kind of a block among `num_blocks` that its prompt was the first to have."""
+    return 1 + min(int(math.log2(num_blocks) / 1.5), NUM_SIZES - 1)
 
-    def __init__(self, block_size: int) -> None:
-        self._weights = _mix(np.arange(1, block_size + 1, dtype=np.uint64)) | np.uint64(1)
-        self._counters = np.zeros(SKETCH_SIZE, dtype=np.uint8)
-        self._num_counted = 0
-        self._classes = np.zeros(RING_SIZE, dtype=np.int64)
+
+def kind_of_reused(num_uses: int) -> int:
+    """The kind of a block used at least twice."""
+    return NUM_SIZES + min(num_uses, MOST_USES) - 1
+
+
+class ReuseMonitor:
+    """Counts uses of the blocks of a pool and estimates their chance of reuse by kind and age.
+
+    Attributes:
+        kind: of each block by id, uint8; the entry at -1 stands for absent blocks and means nothing.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.kind = np.zeros(num_blocks + 1, dtype=np.uint8)
+        self._blocks = np.zeros((num_blocks + 1, 3), dtype=np.int64)
+        self._names, self._uses, self._latest = self._blocks.T  # views
+        self._latest[:] = _NONE  # the number of the block's latest use
+        self._kinds = np.zeros(RING_SIZE, dtype=np.uint8)
         self._born = np.zeros(RING_SIZE, dtype=np.int64)
         self._reused = np.zeros(RING_SIZE, dtype=np.int64)  # 0: not yet
-        self._blocks = [0] * RING_SIZE
-        self._latest: dict[int, int] = {}  # block -> where in the ring its last use is
         self._num_uses = 0
-        self._sampled_bits = np.uint64(0)
+        self._stride = max(1, SPAN * num_blocks // RING_SIZE)
+        self._skip = 0
+        self._ghosts = np.zeros((NUM_GHOSTS, 3), dtype=np.int64)  # as above, each where its name says
+        self._weights = _mix(np.arange(1, block_size + 1, dtype=np.uint64)) | np.uint64(1)
 
-    def classes(self, tokens: npt.NDArray[np.integer], depth: int) -> npt.NDArray[np.uint8]:
-        """The class of each block of `tokens`, which begin at a block boundary, `depth` tokens into their sequence."""
-        return self._classify(self._hash(tokens, depth))
+    def insert(self, ids: BlockIds, start: int, tokens: npt.NDArray[np.integer], depth: int, now: int) -> None:
+        """Count a first use, or one after eviction, of the last blocks of a node.
 
-    def use(self, tokens: npt.NDArray[np.integer], depth: int, now: int) -> None:
+        Args:
+            ids: of the whole node.
+            start: the first of them that is new to the cache.
+            tokens: of the blocks from there on.
+            depth: tokens before those.
+            now: the tick.
+        """
+        entered = ids[start:]
+        names = self._hash(tokens, depth)
+        ghosts = self._ghosts[names & _GHOST]
+        known = (ghosts[:, 0] == names).nonzero()[0]
+        self._names[entered] = names
+        self._uses[entered] = 1
+        if known.size:
+            _, uses, latest = ghosts[known].T
+            self._end(latest, now)
+            self._reuse(entered[known], uses)
+        old = (self._uses[ids] > 1).nonzero()[0]
+        new = ids[old[-1] + 1 :] if old.size else ids
+        if new.size:
+            self.kind[new] = kind_of_new(new.size)
+            self.kind[new[-1]] = END
+        self._begin(entered, now)
+        if new.size > entered.size:  # it grows piece by piece: what came before was of a smaller part until now
+            latest = self._latest[new]
+            noted = latest >= self._num_uses - RING_SIZE
+            self._kinds[latest[noted] & _RING] = self.kind[new[noted]]
+
+    def hit(self, ids: BlockIds, now: int) -> None:
         """Count a use of each block."""
-        hashes = self._hash(tokens, depth)
-        places = hashes & _PLACE
-        self._counters[places] = np.minimum(self._counters[places], 254) + 1
-        self._num_counted += hashes.size
-        if self._num_counted > 4 * SKETCH_SIZE:
-            self._counters >>= 1
-            self._num_counted = 0
-        sampled = hashes[(hashes >> np.uint64(32)) & self._sampled_bits == 0]
-        for block, kind in zip(sampled.tolist(), self._classify(sampled).tolist(), strict=True):
-            before = self._latest.get(block)
-            if before is not None:
-                self._reused[before] = now
-            at = self._num_uses % RING_SIZE
-            if self._latest.get(self._blocks[at]) == at:
-                del self._latest[self._blocks[at]]
-            self._blocks[at], self._latest[block] = block, at
-            self._classes[at], self._born[at], self._reused[at] = kind, now, 0
-            self._num_uses += 1
+        self._end(self._latest[ids], now)
+        self._reuse(ids, self._uses[ids])
+        self._begin(ids, now)
+
+    def _reuse(self, ids: BlockIds, before: npt.NDArray[np.int64]) -> None:
+        self._uses[ids] = before + 1
+        self.kind[ids] = np.minimum(before, MOST_USES - 1) + NUM_SIZES
+
+    def evict(self, ids: BlockIds) -> None:
+        """Remember blocks that leave."""
+        leaving = self._blocks[ids]
+        self._ghosts[leaving[:, 0] & _GHOST] = leaving
 
     def chances(self, now: int) -> npt.NDArray[np.float64]:
-        """For each class and age bucket, the chance that a block that old is used before it is older than the bucket.
+        """For each kind and age bucket, the chance that a block that old is used before it is older than the bucket.
 
-        Returns `[NUM_CLASSES, NUM_AGES]`. Classes with few uses lean on the average of all.
+        Returns `[NUM_KINDS, NUM_AGES]`. A kind with few uses is taken for the average of all, scaled.
         """
         num = min(self._num_uses, RING_SIZE)
         came = self._reused[:num] > 0
         age = np.where(came, self._reused[:num], now) - self._born[:num]
-        cell = self._classes[:num] * NUM_AGES + (2 * np.log2(np.maximum(age, 1))).astype(np.int64)
-        shape = NUM_CLASSES, NUM_AGES
-        left = np.bincount(cell, minlength=NUM_CLASSES * NUM_AGES).reshape(shape)
-        reuses = np.bincount(cell[came], minlength=NUM_CLASSES * NUM_AGES).reshape(shape)
+        cell = self._kinds[:num] * np.int64(NUM_AGES) + (2 * np.log2(np.maximum(age, 1))).astype(np.int64)
+        shape = NUM_KINDS, NUM_AGES
+        left = np.bincount(cell, minlength=NUM_KINDS * NUM_AGES).reshape(shape)
+        reuses = np.bincount(cell[came], minlength=NUM_KINDS * NUM_AGES).reshape(shape)
         exposed = left[:, ::-1].cumsum(axis=1)[:, ::-1] - 0.5 * (left - reuses)
         average = (reuses.sum(axis=0) + PRIOR_USES * PRIOR_CHANCE) / (exposed.sum(axis=0) + PRIOR_USES)
-        return np.asarray((reuses + PRIOR_USES * average) / (exposed + PRIOR_USES))
+        scale = (reuses.sum(axis=1) + PRIOR_REUSES) / ((exposed * average).sum(axis=1) + PRIOR_REUSES)
+        prior = np.minimum(scale[:, None] * average, 0.95)
+        return np.asarray((reuses + PRIOR_USES * prior) / (exposed + PRIOR_USES))
 
-    def span(self, num_blocks: int) -> None:
-        """Sample so that the ring spans a cache of `num_blocks` blocks."""
-        self._sampled_bits = np.uint64((1 << max(0, (SPAN * num_blocks // RING_SIZE).bit_length() - 1)) - 1)
+    def _begin(self, ids: BlockIds, now: int) -> None:
+        ids = ids[ids >= 0]
+        if self._stride > 1:
+            self._latest[ids] = _NONE
+            chosen = ids[self._skip :: self._stride]
+            self._skip = (self._skip - ids.size) % self._stride
+            ids = chosen
+        numbers = np.arange(self._num_uses, self._num_uses + ids.size)
+        self._num_uses += ids.size
+        self._latest[ids] = numbers
+        at = numbers & _RING
+        self._kinds[at] = self.kind[ids]
+        self._born[at] = now
+        self._reused[at] = 0
 
-    def _classify(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        kinds: npt.NDArray[np.uint8] = _CLASS_OF_COUNT[self._counters[hashes & _PLACE]]
-        return kinds
+    def _end(self, numbers: npt.NDArray[np.int64], now: int) -> None:
+        self._reused[numbers[numbers >= self._num_uses - RING_SIZE] & _RING] = now
 
-    def _hash(self, tokens: npt.NDArray[np.integer], depth: int) -> npt.NDArray[np.uint64]:
+    def _hash(self, tokens: npt.NDArray[np.integer], depth: int) -> npt.NDArray[np.int64]:
         """64 bits for each block, from its tokens and its place: enough to tell statistics apart, not for identity."""
         size = self._weights.size
         num_blocks = -(-tokens.size // size)
@@ -106,7 +169,7 @@ class ReuseMonitor:
         if tokens.size < num_blocks * size:
             padded = np.concatenate([padded, np.zeros(num_blocks * size - tokens.size, dtype=np.uint64)])
         places = np.arange(depth // size, depth // size + num_blocks, dtype=np.uint64)
-        return _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER)
+        return _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER).view(np.int64)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

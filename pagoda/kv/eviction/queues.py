@@ -25,8 +25,8 @@ DEFAULT_PRIORITY = 35
 class Queues:
     """The policies of one tree."""
 
-    def __init__(self, policy: EvictionPolicy, block_size: int) -> None:
-        policy.bind(block_size)
+    def __init__(self, policy: EvictionPolicy, block_size: int, num_blocks: int) -> None:
+        policy.bind(block_size, num_blocks)
         self._policies = {(0, DEFAULT_PRIORITY): policy}
         self._priorities = {0: [DEFAULT_PRIORITY]}  # of each account, ascending
         self.first = policy  # the one that learns
