@@ -12,6 +12,7 @@ is not sure to pay, the fetch is *hedged*: the engine computes from the front, b
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.errors import TierUnavailable
+from pagoda.kv.tiers.direct_io import aligned_empty
 from pagoda.kv.tiers.records import Found, RecordId, Target
 from pagoda.kv.transfer import ByteRows, Lane, Workers
 
@@ -311,7 +312,8 @@ class Fetcher:
         """Those of these blocks that verify, whole in every group."""
         if not self._charge(fetch, stop - start):
             return {}
-        payloads: npt.NDArray[np.uint8] = np.empty((stop - start, self._num_groups, self._block_bytes), dtype=np.uint8)
+        shape = stop - start, self._num_groups, self._block_bytes
+        payloads = aligned_empty(math.prod(shape)).reshape(shape)
         targets = [
             Target(record, payloads[i, group])
             for i, block in enumerate(fetch.ids[start:stop])

@@ -17,7 +17,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pagoda.kv.tiers.base import LocalTier, Tier
+from pagoda.kv.tiers.direct_io import aligned_empty
 from pagoda.kv.tiers.records import (
+    ByteArray,
     Corrupt,
     DeleteResult,
     Found,
@@ -57,34 +59,39 @@ class EncryptedTier(Tier):
         return [_opened_size(result) for result in self.inner.lookup(ids)]
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
-        payloads = [readable(record.data) for record in records]
-        closed = []
-        for record, payload in zip(records, payloads, strict=True):
-            nonce = os.urandom(_NONCE_BYTES)
-            data = nonce + self._cipher.encrypt(nonce, payload.data, record.id.to_bytes())
-            closed.append(replace(record, data=data))
+        closed = [replace(record, data=self._seal(record)) for record in records]
         results = self.inner.put(closed)
         return [Stored(r.num_bytes - SEAL_BYTES) if isinstance(r, Stored) else r for r in results]
 
     def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
         outs = [writable(target.buffer) for target in targets]
-        buffers = [np.empty(out.size + SEAL_BYTES, dtype=np.uint8) for out in outs]
+        buffers = [aligned_empty(out.size + SEAL_BYTES) for out in outs]
         found = self.inner.get_into([Target(t.id, b) for t, b in zip(targets, buffers, strict=True)])
         results: list[GetResult] = []
         for target, out, buffer, result in zip(targets, outs, buffers, found, strict=True):
             if not isinstance(result, Found):
                 results.append(result)
                 continue
+            num_bytes = result.num_bytes - SEAL_BYTES
             data = buffer[: result.num_bytes].data
             try:
-                payload = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], target.id.to_bytes())
+                self._cipher.decrypt_into(
+                    data[:_NONCE_BYTES], data[_NONCE_BYTES:], target.id.to_bytes(), out[: max(num_bytes, 0)].data
+                )
             except (InvalidTag, ValueError):
                 self.inner.delete([target.id])
                 results.append(Corrupt("seal"))
                 continue
-            out[: len(payload)] = readable(payload)
-            results.append(Found(len(payload)))
+            results.append(Found(num_bytes))
         return results
+
+    def _seal(self, record: Record) -> ByteArray:
+        payload = readable(record.data)
+        sealed = aligned_empty(payload.size + SEAL_BYTES)
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed[:_NONCE_BYTES] = np.frombuffer(nonce, dtype=np.uint8)
+        self._cipher.encrypt_into(nonce, payload.data, record.id.to_bytes(), sealed[_NONCE_BYTES:].data)
+        return sealed
 
     def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
         return self.inner.delete(ids)
