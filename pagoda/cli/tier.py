@@ -142,8 +142,7 @@ def _round(tier: Tier, size: int, count: int, advance: Callable[[int], None]) ->
     import numpy as np
 
     from pagoda.kv.keys import BlockKey
-    from pagoda.kv.tiers.direct_io import aligned_empty
-    from pagoda.kv.tiers.records import Found, Record, RecordId, Stored, Target
+    from pagoda.kv.tiers.records import Found, Record, RecordId, Stored, Target, aligned_empty
 
     ids = [RecordId(BlockKey(os.urandom(32))) for _ in range(count)]
     step = max(1, _BATCH_BYTES // size)

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.errors import TierUnavailable
-from pagoda.kv.tiers.direct_io import aligned_empty
-from pagoda.kv.tiers.records import Found, RecordId, Target
+from pagoda.kv.tiers.records import Found, RecordId, Target, aligned_empty
 from pagoda.kv.transfer import ByteRows, Lane, Workers
 
 logger = logging.getLogger(__name__)

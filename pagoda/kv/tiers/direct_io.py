@@ -17,25 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pagoda.kv.tiers.records import ByteArray
+from pagoda.kv.tiers.records import PAGE_BYTES, ByteArray, address
 
-BLOCK = 4096
+BLOCK = PAGE_BYTES
 _BOUNCE_BYTES = 4 << 20
 
 
 def align_up(num_bytes: int) -> int:
     """`num_bytes` rounded up to whole blocks."""
     return -(-num_bytes // BLOCK) * BLOCK
-
-
-def aligned_empty(num_bytes: int) -> ByteArray:
-    """Memory of unknown content that direct transfers need no bounce buffer for.
-
-    It comes from the ordinary allocator, which hands out used pages again; fresh ones cost more than the copy saved.
-    """
-    memory = np.empty(num_bytes + BLOCK, dtype=np.uint8)
-    start = -_address(memory) % BLOCK
-    return memory[start : start + num_bytes]
 
 
 def open_direct(path: Path) -> int:
@@ -80,7 +70,7 @@ def read_run(descriptor: int, offset: int, outs: Sequence[ByteArray], pool: Boun
         copies: list[tuple[ByteArray, ByteArray]] = []
         fill = 0
         for out in (whole[i : i + bounce.size] for whole in outs for i in range(0, whole.size, bounce.size)):
-            direct = out.size - out.size % BLOCK if _address(out) % BLOCK == 0 else 0
+            direct = out.size - out.size % BLOCK if address(out) % BLOCK == 0 else 0
             rest = out.size - direct
             if fill + align_up(rest) > bounce.size:
                 offset += _scatter(descriptor, offset, views, copies)
@@ -112,11 +102,6 @@ def _scatter(
     for out, part in copies:
         np.copyto(out, part)
     return done
-
-
-def _address(buffer: ByteArray) -> int:
-    address: int = buffer.__array_interface__["data"][0]  # several times faster than `ctypes.data`
-    return address
 
 
 def write_blocks(descriptor: int, offset: int, data: ByteArray) -> None:

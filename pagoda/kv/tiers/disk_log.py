@@ -21,10 +21,10 @@ from itertools import count
 from pathlib import Path
 
 from pagoda.kv.tiers.base import Tally
-from pagoda.kv.tiers.direct_io import BouncePool, align_up, aligned_empty
+from pagoda.kv.tiers.direct_io import BouncePool, align_up
 from pagoda.kv.tiers.disk_lock import LOCK_NAME
 from pagoda.kv.tiers.disk_segment import Damage, Geometry, Segment, Stub
-from pagoda.kv.tiers.records import ByteArray, RecordId
+from pagoda.kv.tiers.records import ByteArray, RecordId, aligned_empty
 
 MIN_SEGMENTS = 3
 _NAME = re.compile(r"segment-\d{6}\.pagoda")

@@ -17,7 +17,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pagoda.kv.tiers.base import LocalTier, Tier
-from pagoda.kv.tiers.direct_io import aligned_empty
 from pagoda.kv.tiers.records import (
     ByteArray,
     Corrupt,
@@ -33,6 +32,7 @@ from pagoda.kv.tiers.records import (
     Stored,
     Target,
     Usage,
+    aligned_empty,
     readable,
     writable,
 )

@@ -19,6 +19,7 @@ ByteArray = npt.NDArray[np.uint8]
 _PLACE = struct.Struct(">HH")
 RECORD_ID_BYTES = KEY_BYTES + _PLACE.size
 NO_LEASE = 0.0
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +158,19 @@ def writable(buffer: Buffer) -> ByteArray:
     if memoryview(buffer).readonly:  # type: ignore[arg-type]
         raise TypeError("get_into needs a writable buffer")
     return readable(buffer)
+
+
+def aligned_empty(num_bytes: int) -> ByteArray:
+    """Memory of unknown content that starts on a page: what every tier reads into and writes from without a detour.
+
+    It comes from the ordinary allocator, which hands out used pages again; fresh ones cost more than the detour.
+    """
+    memory = np.empty(num_bytes + PAGE_BYTES, dtype=np.uint8)
+    start = -address(memory) % PAGE_BYTES
+    return memory[start : start + num_bytes]
+
+
+def address(buffer: ByteArray) -> int:
+    """Where `buffer` starts in memory."""
+    where: int = buffer.__array_interface__["data"][0]  # several times faster than `ctypes.data`
+    return where

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, aligned_empty, open_direct, read_run
+from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, open_direct, read_run
+from pagoda.kv.tiers.records import aligned_empty
 
 FILE_BLOCKS = 64
 
