@@ -107,6 +107,14 @@ def serve(
     prices: Annotated[
         Path | None, typer.Option(help="What tokens cost, for `pagoda usage`: TOML.", rich_help_panel=_ACCESS)
     ] = None,
+    prefill_next_turn: Annotated[
+        bool,
+        typer.Option(
+            "--prefill-next-turn",
+            help="After a chat's answer, compute what the next turn's prompt will begin with.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = False,
     usage_file: Annotated[
         Path | None,
         typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
@@ -161,6 +169,7 @@ def serve(
             served_model_names=names,
             prices=table,
             ledger=ledger,
+            prefill_next_turn=prefill_next_turn,
             access_log=log,
         )
         server = DrainingServer(app, log_level=str(log_level))

@@ -22,6 +22,7 @@ from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.explain import explain_router
 from pagoda.server.ledger import Account, Ledger
 from pagoda.server.metrics import Metrics
+from pagoda.server.next_turn import Prefiller
 from pagoda.server.openai import Served, openai_router
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
@@ -70,6 +71,7 @@ def create_app(
     access_log: AccessLog | None = None,
     prices: Prices = Prices(),
     ledger: Ledger | None = None,
+    prefill_next_turn: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
 ) -> FastAPI:
@@ -81,6 +83,7 @@ def create_app(
         served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
         prices: what tokens cost, for /v1/usage.
         ledger: where the tokens behind it are counted.
+        prefill_next_turn: compute what a chat's next prompt will begin with as soon as the answer is there.
         access_log: is told of every request, and closed when the engine has stopped.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
@@ -119,7 +122,12 @@ def create_app(
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
     install_handlers(app)
-    served = Served(engine, tuple(served_model_names) or (engine.model_name,), ledger=accounts)
+    served = Served(
+        engine,
+        tuple(served_model_names) or (engine.model_name,),
+        ledger=accounts,
+        prefiller=Prefiller(engine) if prefill_next_turn else None,
+    )
     for router in (
         openai_router(served, max_body_bytes),
         anthropic_router(served, max_body_bytes),

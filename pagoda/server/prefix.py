@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagoda.errors import InvalidRequest
-from pagoda.server.alignment import common_length
+from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Tokenizer
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.schema import MAX_SALT_CHARS
@@ -80,22 +80,4 @@ def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
     system = [{"role": "system", "content": fields.system}] if fields.system else []
     given = [*system, *(fields.messages or ())]
     messages = normalize_messages(given) if given else []
-    return Prefix(None, tuple(messages), tuple(fields.tools or ()), _stable(messages, fields.tools, tokenizer))
-
-
-def _stable(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that all conversations beginning with these messages share, whoever speaks next."""
-    renderings: list[list[int]] = []
-    refusal: InvalidRequest | None = None
-    for speakers in ((), ("user",), ("assistant",)):
-        whole = [*messages, *({"role": role, "content": "?"} for role in speakers)]
-        try:
-            text = tokenizer.render_chat(whole, tools, False)
-        except InvalidRequest as error:  # many templates want roles to alternate, or a user
-            refusal = error
-        else:
-            renderings.append(tokenizer.encode(text, add_special_tokens=False))
-    if not renderings:
-        raise refusal or InvalidRequest("the chat template takes no such messages", param="messages")
-    first = renderings[0]
-    return first[: min(common_length(first, other) for other in renderings)]
+    return Prefix(None, tuple(messages), tuple(fields.tools or ()), stable_tokens(messages, fields.tools, tokenizer))

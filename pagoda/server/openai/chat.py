@@ -7,6 +7,7 @@ from typing import Any
 
 from pagoda.engine.outputs import Completion, Delta, TokenLogprob
 from pagoda.errors import InvalidRequest
+from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.openai.breakpoints import find_marks, place_marks
@@ -40,6 +41,10 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         text = tokenizer.render_chat([*start.messages, *normalize_messages(messages)], tools, add_generation_prompt)
         return tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
 
+    def next_turn(answer: str) -> list[int]:
+        said = [*start.messages, *normalize_messages(request.messages), {"role": "assistant", "content": answer}]
+        return stable_tokens(said, tools, tokenizer)
+
     prompt = tokenize(request.messages, add_generation_prompt=True)
     leases = place_marks(find_marks(request.messages), request.prompt_cache_options, prompt, tokenize)
     job = Job(
@@ -52,6 +57,7 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         stream=bool(request.stream),
         include_usage=request.include_usage,
         leases=[[*request.leases(len(prompt)), *leases]],
+        next_turn=next_turn,
     )
     return job, ChatWording(tokenizer)
 

@@ -30,6 +30,7 @@ from pagoda.server.explain import explain_report, explained, wants_explanation
 from pagoda.server.leases import lease_report
 from pagoda.server.ledger import Ledger, written
 from pagoda.server.named_caches import NamedCaches
+from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
@@ -38,20 +39,35 @@ LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON ca
 
 @dataclass(frozen=True)
 class Served:
-    """The engine, the names that clients may call its model by, and what is kept for them between requests."""
+    """The engine, the names that clients may call its model by, and what is kept for them between requests.
+
+    With a `prefiller`, the next turn of a conversation is computed as soon as its answer is there.
+    """
 
     engine: Backend
     model_names: tuple[str, ...]
     caches: NamedCaches = field(default_factory=NamedCaches)
     ledger: Ledger = field(default_factory=Ledger)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    prefiller: Prefiller | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(
-        self, request: Request, prompt: Sequence[int], params: SamplingParams, *, request_id: str, **settings: Any
+        self,
+        request: Request,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        scope: Scope,
+        adapter: str | None,
+        next_turn: NextTurn | None = None,
+        **settings: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """`Backend.stream`, on the account of whoever sent the request, and explained if its header asks for that."""
-        stream = self.engine.stream(prompt, params, request_id=request_id, **settings)
+        stream = self.engine.stream(prompt, params, request_id=request_id, scope=scope, adapter=adapter, **settings)
+        if self.prefiller is not None and next_turn is not None and params.n == 1 and params.max_tokens != 0:
+            stream = self.prefiller.follow(stream, next_turn, scope, adapter)
         if wants_explanation(request):
             stream = explained(stream, self.engine, request_id, request.state.namespace)
         return self.ledger.metered(stream, request.state.account)
@@ -81,7 +97,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run; `leases` are each prompt's. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`."""
+    """What to run. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`.
+
+    `leases` are each prompt's. `next_turn` tells what a chat goes on from.
+    """
 
     id: str
     model: str
@@ -92,6 +111,7 @@ class Job:
     stream: bool
     include_usage: bool
     leases: Sequence[Sequence[LeaseSpec]]
+    next_turn: NextTurn | None = None
 
 
 class Wording(Protocol):
@@ -130,6 +150,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
             scope=job.scope,
             priority=job.priority,
             leases=job.leases[index],
+            next_turn=job.next_turn,
             adapter=served.adapter(job.model),
         )
         for index, prompt in enumerate(job.prompts)
