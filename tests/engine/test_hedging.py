@@ -169,6 +169,22 @@ def test_an_abort_at_any_moment_leaves_nothing_behind(faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
+def test_a_purge_in_mid_restore_leaves_the_request_to_itself(faults: Faults, windows: tuple[int | None, ...]) -> None:
+    core, _, _ = warm_core(faults, windows)
+    for steps in range(8):
+        faults.delay_s = 0.01 * (steps % 3)
+        core.add("r", prompt(0), SamplingParams(max_tokens=2, temperature=0.0))
+        outputs = [output for _ in range(steps) for output in core.step()]
+        core.cache.purge(Scope())
+        core.cache.check()
+        done = run(core)
+        tokens = [token for output in outputs for delta in output.deltas for token in delta.token_ids]
+        assert tokens + (done["r"][0].token_ids if done else []) == expected_output(prompt(0), 2)
+        assert core.cache.num_held_blocks == 0
+        core.cache.clear()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
 def test_random_load_over_tiers_of_changing_speed(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

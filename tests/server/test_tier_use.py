@@ -22,7 +22,8 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}], "ma
     ],
 )
 async def test_it_reaches_the_engine(live: Live, field: dict[str, Any] | None, use: TierUse) -> None:
-    for path, body in ("chat/completions", CHAT), ("completions", {"model": "fake", "prompt": "Hi", "max_tokens": 1}):
+    completion = {"model": "fake", "prompt": "Hi", "max_tokens": 1}
+    for path, body in ("chat/completions", CHAT), ("messages", CHAT), ("completions", completion):
         assert (await live.http.post(f"/v1/{path}", json={**body, "tiers": field})).status_code == 200
         assert live.backend.seen[-1]["params"].tier_use == use
 

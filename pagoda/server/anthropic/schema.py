@@ -7,9 +7,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
-from pagoda.server.openai.schema import MAX_SALT_CHARS, Int32, StopString
+from pagoda.server.openai.schema import MAX_SALT_CHARS, Int32, StopString, TierOptions
 
 # A known field that would change the answer if it were ignored -> the `type`s of it that ask for nothing special.
 _UNSUPPORTED: dict[str, tuple[str, ...]] = {
@@ -49,6 +49,7 @@ class MessagesRequest(PromptFields):
     # Beyond Anthropic's.
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
+    tiers: TierOptions | None = None
 
     def sampling_params(self) -> SamplingParams:
         """The engine's form of these fields.
@@ -62,6 +63,7 @@ class MessagesRequest(PromptFields):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
             stop=tuple(self.stop_sequences or ()),
+            tier_use=TierUse() if self.tiers is None else self.tiers.spec,
         )
 
 

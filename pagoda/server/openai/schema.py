@@ -97,6 +97,11 @@ class TierOptions(BaseModel):
     wait_s: float | None = None
     store: bool = True
 
+    @property
+    def spec(self) -> TierUse:
+        """The engine's form; raises InvalidRequest."""
+        return TierUse(self.max_restored_tokens, self.wait_s, self.store)
+
 
 class GenerationRequest(BaseModel):
     """What all endpoints take. `None` is absent: OpenAI's clients send nulls. SamplingParams checks the ranges."""
@@ -181,7 +186,7 @@ class GenerationRequest(BaseModel):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
-            tier_use=TierUse(**self.tiers.model_dump()) if self.tiers is not None else TierUse(),
+            tier_use=TierUse() if self.tiers is None else self.tiers.spec,
         )
         if self.stream and params.is_ranked:
             what = "a beam search" if beam else "best_of above n"
