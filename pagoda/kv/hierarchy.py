@@ -23,7 +23,7 @@ from pagoda.errors import TierUnavailable
 from pagoda.kv.fetch import Fetcher
 from pagoda.kv.frequency import FrequencySketch
 from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.records import NO_LEASE, RECORD_ID_BYTES, RecordId
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, RecordId
 from pagoda.kv.transfer import ByteRows, Lane, TierReport
 
 logger = logging.getLogger(__name__)
@@ -120,9 +120,22 @@ class Hierarchy:
 
         That is queued behind what was written before; a record that a tier has not is passed over.
         """
-        for same_policy in self._writers.values():
-            for writer in same_policy:
-                writer.put(_Job(ids, None, until))
+        for writer in self._all_writers:
+            writer.put(_Job(ids, None, until))
+
+    def delete(self, ids: Sequence[RecordId]) -> None:
+        """Let every tier delete records, behind what was queued before. Until then `is_idle` is false."""
+        for writer in self._all_writers:
+            writer.put(_Job(ids, None, None))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued for any tier."""
+        return all(writer.is_idle for writer in self._all_writers)
+
+    @property
+    def _all_writers(self) -> list[_Writer]:
+        return [writer for same_policy in self._writers.values() for writer in same_policy]
 
     def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[_Writer]:
         lanes = self.lanes if above is None else self.lanes[: self.lanes.index(above)]
@@ -138,8 +151,7 @@ class Hierarchy:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all queued records are written or their tiers are out; false if time ran out or some are left."""
         deadline = time.monotonic() + timeout_s
-        writers = [writer for same_policy in self._writers.values() for writer in same_policy]
-        return not [writer for writer in writers if not writer.flush(deadline)]
+        return not [writer for writer in self._all_writers if not writer.flush(deadline)]
 
     def close(self, flush_s: float = 10.0) -> None:
         """Write what is queued, for at most `flush_s` seconds, and close the tiers. Waits for no tier that hangs."""
@@ -155,11 +167,11 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Records to write; or, without payloads, those that are leased until then."""
+    """Records to write; or, without payloads, those that are leased until then, or deleted."""
 
     ids: Sequence[RecordId]
     payloads: ByteRows | None
-    lease_until: float = NO_LEASE
+    lease_until: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -181,6 +193,11 @@ class _Writer:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         threading.Thread(target=self._run, name=f"pagoda-writer-{lane.name}", daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the queue is empty."""
+        return not self._queued_bytes
 
     @property
     def num_free_bytes(self) -> int:
@@ -227,11 +244,14 @@ class _Writer:
                     return False
             try:
                 if job.payloads is None:
-                    self.lane.set_lease(job.ids, job.lease_until)
+                    if job.lease_until is None:
+                        self.lane.delete(job.ids)
+                    else:
+                        self.lane.set_lease(job.ids, job.lease_until)
                     return True
                 num_stored, num_failed = self.lane.store(job.ids, job.payloads)
             except TierUnavailable as error:
-                logger.warning("%d blocks were not stored or leased: %s", len(job.ids), error)
+                logger.warning("%d blocks were not stored, leased or deleted: %s", len(job.ids), error)
                 continue
             self.lane.tally.add(self._counted_as, num_stored)
             if not num_failed:

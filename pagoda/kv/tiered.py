@@ -23,7 +23,7 @@ from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, Hit, KVCache
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import KeyChain, Scope
+from pagoda.kv.keys import BlockKey, KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import ABSENT, TokenArray
@@ -72,6 +72,7 @@ class TieredCache(KVCache):
         self._restores: dict[Lease, Restore] = {}
         self._came_from: dict[int, Lane] = {}  # blocks of the tree that were restored
         self._private: set[int] = set()  # blocks that may not be written to tiers
+        self._purged: set[BlockKey] = set()  # what tiers may have until their queues are empty
         self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
 
     def restore(self, lease: Lease, seconds_per_token: float) -> None:
@@ -83,8 +84,10 @@ class TieredCache(KVCache):
         if first >= last or not self.hierarchy.is_available:
             return
         parent = self._record_of[self._last_committed(lease)].key if first else self._keys.root(lease.scope)
-        tokens = lease.prompt[: last * size]
-        keys = self._keys.chain(parent, tokens[first * size :], size)
+        keys = self._before_purged(self._keys.chain(parent, lease.prompt[first * size : last * size], size))
+        if not keys:
+            return
+        tokens = lease.prompt[: (first + len(keys)) * size]
         ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
         recompute_s = len(ids) * size * seconds_per_token
         patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
@@ -165,6 +168,8 @@ class TieredCache(KVCache):
             for group in np.flatnonzero(entered[:, index]):
                 new.append((int(blocks[group, index]), RecordId(key, int(group))))
         self._record_of.update(new)
+        if self._purged:  # computed again, they may be found again
+            self._purged.difference_update(keys)
         self.hierarchy.used([record for _, record in new])
         if self._source is not None:
             self._came_from.update((block, self._source) for block, _ in new)
@@ -207,7 +212,18 @@ class TieredCache(KVCache):
         self._forget_names(ids)
 
     def _on_purge(self, ids: BlockIds) -> None:
+        records = [record for block in ids.tolist() if (record := self._record_of.get(block)) is not None]
+        if records:
+            self._purged.update(record.key for record in records)
+            self.hierarchy.delete(records)
         self._forget_names(ids)
+
+    def _before_purged(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """The keys before the first that was purged and that a tier may still have."""
+        if self._purged and self.hierarchy.is_idle:
+            self._purged.clear()
+        gone = next((i for i, key in enumerate(keys) if key in self._purged), None) if self._purged else None
+        return keys[:gone]
 
     def _forget_names(self, ids: BlockIds) -> None:
         for block in ids.tolist():

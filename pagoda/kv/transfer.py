@@ -218,6 +218,11 @@ class Lane:
         self._call(lambda tier: tier.set_lease(ids, until), threading.Event())
         self.breaker.succeeded()
 
+    def delete(self, ids: Sequence[RecordId]) -> None:
+        """Delete those of the records that the tier has."""
+        self._call(lambda tier: tier.delete(ids), threading.Event())
+        self.breaker.succeeded()
+
     def forget(self, ids: Sequence[RecordId]) -> None:
         """Delete records, whatever the state of the tier. Does not wait."""
         self._workers.submit(lambda: self.tier.delete(ids))

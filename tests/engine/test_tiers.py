@@ -297,3 +297,34 @@ def test_a_request_may_keep_its_blocks_out_of_the_tiers(policy: WritePolicy) -> 
     core.cache.clear()
     flushed(core)
     assert num_stored(tier) == 16
+
+
+@pytest.mark.parametrize("policy", [THROUGH, BACK])
+def test_what_was_purged_is_in_no_tier_and_not_found_while_it_is_deleted(policy: WritePolicy) -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(num_blocks=40, tiers=[(tier, policy)])
+    first = prompt(1)
+    ask(core, first)
+    cache = flushed(core)
+    assert cache.purge(Scope(), np.array(first)) > 0
+    assert ask(core, first) == 0
+    cache.clear()
+    flushed(core)
+    assert ask(core, first) == 56  # computed anew, and written anew
+    cache.purge(Scope())
+    flushed(core)
+    assert list(tier.scan()) == []
+    assert ask(core, first) == 0
+
+
+def test_what_was_purged_is_not_looked_for_while_its_tier_cannot_delete_it() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(num_blocks=40, tiers=[(tier, THROUGH)])
+    ask(core, prompt(1))
+    cache = flushed(core)
+    keys = [record.id.key for record in tier.scan()]
+    assert cache._before_purged(keys) == keys
+    cache.hierarchy.lanes[0].quarantine()
+    assert cache.purge(Scope()) > 0
+    assert not cache.hierarchy.is_idle
+    assert cache._before_purged(keys) == []
