@@ -98,8 +98,8 @@ def judge(prober: str, probes: Floats, labels: npt.NDArray[np.bool_], rng: np.ra
 
 
 @asynccontextmanager
-async def serve(model: str, kv_memory: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with two tenants, a and b, whose keys are their names."""
+async def serve(model: str, kv_memory: str) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """A client of a server with two tenants, a and b, whose keys are their names; and the size of the vocabulary."""
     engine = Engine(model, kv_memory=kv_memory, max_model_len=512, max_num_seqs=4, token_budget=512, progress=False)
     app = create_app(AsyncEngine(engine), api_keys=ApiKeys({"a": "a", "b": "b"}), drain_s=1)
     server = DrainingServer(app, log_level="warning")
@@ -108,7 +108,7 @@ async def serve(model: str, kv_memory: str) -> AsyncIterator[httpx.AsyncClient]:
     while not server.started:
         await asyncio.sleep(0.01)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as client:
-        yield client
+        yield client, engine.tokenizer.vocab_size
     server.should_exit = True
     await serving
 
@@ -134,10 +134,11 @@ async def measure(model: str, kv_memory: str, pairs: int, prefix_tokens: int, se
     """Probe `pairs` times with the prefix sent and as often without, in random order; then the control."""
     rng = np.random.default_rng(seed)
 
-    def tokens(count: int) -> list[int]:
-        return [int(token) for token in rng.integers(100, 400, count)]
+    async with serve(model, kv_memory) as (client, vocab_size):
 
-    async with serve(model, kv_memory) as client:
+        def tokens(count: int) -> list[int]:
+            return [int(token) for token in rng.integers(0, vocab_size, count)]
+
         for _ in range(20):
             await probe(client, "b", tokens(prefix_tokens + 8))
         results = []

@@ -334,16 +334,23 @@ class EngineCore:
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
         """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
-        done = [each for each in samples if not each.request.max_tokens]
+        done = [row for row, each in enumerate(samples) if not each.request.max_tokens]
         searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
         if not done and not searching:
             return self._sample(samples, logits)
-        drawing = [row for row, each in enumerate(samples) if each.request.beams is None and each not in done]
+        drawing = [row for row, each in enumerate(samples) if each.request.beams is None and row not in done]
         return [
-            *(self._end(each.request, FinishReason.LENGTH) for each in done),
+            *(self._warmed(samples[row].request, logits[row]) for row in done),
             *self._search([samples[row] for row in searching], logits[searching]),
             *(self._sample([samples[row] for row in drawing], logits[drawing]) if drawing else ()),
         ]
+
+    def _warmed(self, request: Request, logits: torch.Tensor) -> RequestOutput:
+        """End a request that only wanted its prompt computed."""
+        [healthy] = likeliest(logits[None], 1)
+        if isinstance(healthy, ModelError):
+            return self._fail(request, healthy)
+        return self._end(request, FinishReason.LENGTH)
 
     def _search(self, beams: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
         """Note how beams may go on, and advance the searches that have this of all their beams."""

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import FinishReason
-from pagoda.engine.params import BeamSearch, SamplingParams
+from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
 from pagoda.engine.scheduler import Rows
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
@@ -327,4 +327,15 @@ def test_logits_that_are_not_finite_fail_their_request_alone(params: SamplingPar
         token for output in outputs if output.request_id == "good" for d in output.deltas for token in d.token_ids
     ]
     assert tokens == expected_output(good, 9)
+    assert_idle(core)
+
+
+def test_a_warm_up_that_fails_leaves_nothing_leased() -> None:
+    core, runner = make_core(num_blocks=200)
+    execute = runner.execute
+    runner.execute = lambda plan: execute(plan) * float("nan")  # type: ignore[method-assign]
+    core.add("warm", prompt(4, 20), greedy(0), leases=[LeaseSpec(20, 60.0)])
+    outputs = [output for _ in range(4) for output in core.step()]
+    assert outputs[-1].failure is not None
+    assert not core.cache.retention.leases
     assert_idle(core)
