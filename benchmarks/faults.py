@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.texts import source_text
 from pagoda import Engine, SamplingParams
 from pagoda.engine.core import EngineCore
+from pagoda.engine.params import TierUse
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier
@@ -128,7 +128,7 @@ class Load:
     at_once: int = 4
     deadline_s: float = 120.0
 
-    def serve(self, core: EngineCore, strike: Callable[[], None], tier_use: TierUse = TierUse()) -> Outcome:
+    def serve(self, core: EngineCore, strike: Callable[[], None] = lambda: None) -> Outcome:
         """Run all of them; `strike` is called when a third has ended. What has not ended at the deadline is stuck."""
         outcome = Outcome()
         waiting = iter(self.requests.items())
@@ -139,7 +139,7 @@ class Load:
         while True:
             for name, tokens in itertools.islice(waiting, self.at_once - len(arrived)):
                 arrived[name], outcome.outputs[name] = time.perf_counter(), []
-                core.add(name, list(tokens), self.params, tier_use=tier_use)
+                core.add(name, list(tokens), self.params)
             if not arrived or time.perf_counter() > end:
                 break
             for output in core.step():
@@ -181,7 +181,7 @@ def run(core: EngineCore, load: Load, place: str, fault: str, *, size: int, smal
             num_groups=len(cache.layout.groups),
         )
         cache.clear()
-        load.serve(core, lambda: None)
+        load.serve(core)
         if not cache.hierarchy.flush(60):
             raise RuntimeError(f"the {place} tier was not filled")
         cache.clear()
@@ -217,7 +217,8 @@ def main() -> None:
     pool = f"{blocks // 2 * block_bytes}B"
     engine = Engine(args.model, dtype="float32", kv_memory=pool, tiers=["dram:16MiB"], progress=False)
     load = Load(prompts(engine, args.prompts, args.prompt_tokens), SamplingParams(max_tokens=8, temperature=0.0))
-    alone = load.serve(engine.core, lambda: None, TierUse(max_restored_tokens=0))
+    no_tier = replace(load.params, tier_use=TierUse(max_restored_tokens=0))
+    alone = replace(load, params=no_tier).serve(engine.core)
     rows: dict[str, dict[str, float]] = {}
     for place, fault in cases():
         if place in args.tiers and fault in args.faults:
