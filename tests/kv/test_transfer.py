@@ -73,6 +73,21 @@ def test_speed_tells_latency_from_bandwidth_once_sizes_differ() -> None:
     assert speed.predict_s(50_000, 5) == pytest.approx(0.55)
 
 
+def test_lookups_tell_latency_but_only_beside_loads() -> None:
+    clock = Clock()
+    speed = Speed(clock)
+    speed.note_latency(0.1)
+    assert speed.predict_s(1000, 1) == 0  # still nothing known of loads
+    for _ in range(2):
+        speed.note(1000, 0.2)
+        speed.note_latency(0.1)
+    assert speed.predict_s(2000, 1) == pytest.approx(0.3)
+    clock.now += 20
+    speed.note_latency(0.1)
+    clock.now += 20
+    assert speed.predict_s(2000, 1) == 0  # lookups keep no old load alive
+
+
 def test_speed_of_calls_of_one_size_is_never_too_hopeful() -> None:
     speed = Speed(Clock())
     for _ in range(5):
