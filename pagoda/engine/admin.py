@@ -114,6 +114,18 @@ class CacheAdmin:
         retention = self._cache.retention
         return _info(retention.retain(as_tokens(tokens), scope, ttl_s=None, owner=scope.namespace))
 
+    def publish(self, tokens: Sequence[int], scope: Scope) -> int:
+        """Let every tenant hit a prefix: see `KVCache.publish`. Returns how many of its tokens are cached for all now.
+
+        Raises:
+            LeaseRefused: it is shorter than a block, or too much is public.
+        """
+        return self._cache.publish(as_tokens(tokens), scope)
+
+    def unpublish(self, tokens: Sequence[int]) -> int:
+        """End every public prefix that begins with these tokens; returns how many that were."""
+        return self._cache.unpublish(as_tokens(tokens))
+
     def end_lease(self, lease_id: str, tenant: str | None = None) -> bool:
         """End a lease or pin, of this tenant if one is given; false if there is none."""
         lease = self._cache.retention.find(lease_id)

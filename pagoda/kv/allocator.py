@@ -155,6 +155,13 @@ class Allocator:
             raise InvariantError("a block enters the tree while a request holds it")
         self._in_tree[at] = True
 
+    def relabel(self, ids: BlockIds, label: int) -> None:
+        """Count blocks that requests hold as another's from now on."""
+        at = ids.astype(np.intp)
+        self._count(self._used_by, at, -1)
+        self._label[at] = label
+        self._count(self._used_by, at, 1)
+
     def leave_tree(self, ids: BlockIds) -> None:
         """Note that the tree gave these blocks up; those that no request holds become free."""
         at = ids.astype(np.intp)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
@@ -27,9 +28,10 @@ from pagoda.kv.eviction import LRU, EvictionPolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
+from pagoda.kv.lineage import Segment
 from pagoda.kv.observe import Eviction, MissLog
 from pagoda.kv.radix import RadixTree
-from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray
+from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix
 from pagoda.kv.retention import PinnedPrefix, Retained, Retention
 from pagoda.kv.tenants import Share, Tenant, Tenants
 from pagoda.kv.view import PrefixView, prefixes
@@ -151,7 +153,7 @@ class Books:
 
     def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
         """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none."""
-        return self._computing.find(tokens, scope, num_hit_tokens)
+        return self._computing.find(tokens, self._tree.lineages.of(tokens, scope), num_hit_tokens)
 
     def peak_blocks(self, num_tokens: int, step_tokens: int, num_forks: int = 1, num_shared_tokens: int = 0) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once, with at most `step_tokens` added in a step.
@@ -179,12 +181,15 @@ class Books:
         num_tokens = full * self.block_size
         tables = [self._pin(row, window, num_tokens) for row, window in zip(found.blocks, self._windows, strict=True)]
         blocks = np.concatenate([table.held for table in tables])
-        return PinnedPrefix(num_tokens, blocks, int(found.blocks[0, -1]), int(found.blocks[self._anchor, -1]))
+        last, anchor = int(found.blocks[0, -1]), int(found.blocks[self._anchor, -1])
+        prefix = tokens[:num_tokens]
+        return PinnedPrefix(num_tokens, blocks, last, anchor, prefix, self._tree.lineages.of(prefix, scope))
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Let go of a pinned prefix."""
         self._allocator.release(pinned.blocks)
         self._offer(pinned.last_block)
+        self._offer_parts(pinned.tokens, pinned.lineage)
 
     def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
         """Let copies of blocks in lower tiers last so long, 0 if no lease needs them any more; here there are none."""
@@ -255,6 +260,11 @@ class Books:
         if block_id is not None and self._allocator.in_tree(block_id):
             self._tree.offer(block_id)
 
+    def _offer_parts(self, tokens: TokenArray, lineage: Sequence[Segment]) -> None:
+        """Offer what a sequence has in the scopes before its last one, whose nodes are not above its last block."""
+        for segment, following in pairwise(lineage):
+            self._tree.offer_along(tokens[segment.start : following.start], segment.scope)
+
     # -- forgetting --------------------------------------------------------------------------------------------------
 
     def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
@@ -268,12 +278,19 @@ class Books:
             prefix: only what begins with these tokens, and the blocks before it that nothing else continues and no
                 other lease has. All when None.
         """
-        scopes = [where] if isinstance(where, Scope) else [s for s in self._tree.scopes() if s.namespace == where]
+
+        def is_inside(scope: Scope) -> bool:
+            return replace(scope, after=b"") == where if isinstance(where, Scope) else scope.namespace == where
+
         tokens = np.empty(0, dtype=np.int32) if prefix is None else prefix
-        gone = [self._purge_subtree(*spot) for scope in scopes for spot in self._tree.subtrees(scope, tokens)]
+        gone = []
+        for scope in [scope for scope in self._tree.scopes() if is_inside(scope)]:
+            before = scope.tokens_before
+            if common_prefix(before, tokens) == min(before.size, tokens.size):
+                spots = self._tree.subtrees(scope, tokens[before.size :])
+                gone += [self._purge_subtree(*spot) for spot in spots]
         for lease in self._leases:
-            inside = lease.scope == where if isinstance(where, Scope) else lease.scope.namespace == where
-            if inside and np.array_equal(lease.prompt[: tokens.size], tokens):
+            if is_inside(lease.scope) and np.array_equal(lease.prompt[: tokens.size], tokens):
                 self._detach(lease)
         return sum(gone)
 

@@ -12,17 +12,19 @@ A call either does all it says or raises and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.errors import InvariantError
+from pagoda.errors import InvariantError, LeaseRefused, OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.books import BlockCopier, Books, CacheStats, Hit
 from pagoda.kv.directives import Directive, Directives
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.lineage import PUBLIC, Segment
 from pagoda.kv.radix import NO_DIRECTIVE
 from pagoda.kv.radix_node import ABSENT, Match, TokenArray
 
@@ -73,7 +75,7 @@ class KVCache(Books):
             self._pin(row[:full], window, match.num_tokens)
             for row, window in zip(match.blocks, self._windows, strict=True)
         ]
-        lease = Lease(scope, tables, tokens)
+        lease = Lease(scope, self._tree.lineages.of(tokens, scope), tables, tokens)
         lease.num_committed_blocks = full
         lease.num_computed_tokens = match.num_tokens
         if extra:
@@ -182,6 +184,7 @@ class KVCache(Books):
                 slid = True
         if slid:
             self._offer(last)
+            self._offer_parts(lease.prompt, lease.lineage)
 
     def _last_in_tree(self, lease: Lease) -> int | None:
         """The last of the group-0 blocks that a lease holds and the tree has."""
@@ -196,28 +199,41 @@ class KVCache(Books):
 
     def _commit(self, lease: Lease, tokens: TokenArray, end: int) -> None:
         """Put the blocks up to token `end` into the tree; where the tree has them already, use the tree's instead."""
+        if lease.num_committed_blocks >= -(-end // self.block_size):  # as at most steps of decoding
+            return
+        whole = end // self.block_size * self.block_size
+        for segment, following in pairwise(lease.lineage):  # they meet where a block ends
+            self._commit_part(lease, segment, tokens, min(following.start, whole))
+        self._commit_part(lease, lease.lineage[-1], tokens, end)
+
+    def _commit_part(self, lease: Lease, segment: Segment, tokens: TokenArray, end: int) -> None:
+        """Commit as far as a segment goes, all before it being committed."""
         first, last = lease.num_committed_blocks, -(-end // self.block_size)
-        if first >= last:  # as at most steps of decoding
+        if not segment.start <= first * self.block_size < end:
             return
         for _, stop, directive in lease.directives.runs(first, last, self.block_size):
-            self._commit_run(lease, tokens, min(end, stop * self.block_size), directive)
+            self._commit_run(lease, segment, tokens, min(end, stop * self.block_size), directive)
 
-    def _commit_run(self, lease: Lease, tokens: TokenArray, end: int, directive: Directive | None) -> None:
+    def _commit_run(
+        self, lease: Lease, segment: Segment, tokens: TokenArray, end: int, directive: Directive | None
+    ) -> None:
         start, stop = lease.num_committed_blocks, -(-end // self.block_size)
         if lease.is_detached:
             lease.num_committed_blocks = stop
             return
-        after = self._last_committed(lease) if start else None
+        after = self._last_committed(lease) if start * self.block_size > segment.start else None
         mine = np.array([table.ids[start:stop] for table in lease.tables])
         standing = NO_DIRECTIVE if directive is None else (directive.priority, lease.directives.ends(directive))
         new = tokens[start * self.block_size : end]
-        theirs, superseded = self._tree.insert(lease.scope, after, new, mine, standing)
+        theirs, superseded = self._tree.insert(segment.scope, after, new, mine, standing)
         if directive is not None:  # what others had computed before goes by it too
             self._tree.prioritize(theirs[0][theirs[0] != ABSENT], standing)
         if lease.owns_tail:  # the tail it appended to is the first of these
             self._disown_tail(lease, int(mine[0, 0]))
         entered = theirs == mine
         self._allocator.enter_tree(mine[entered])
+        if segment.scope == PUBLIC:
+            self._allocator.relabel(mine[entered], self._tenant(PUBLIC).index)
         swapped = (theirs != mine) & (theirs != ABSENT)
         if swapped.any():
             self._allocator.retain(theirs[swapped])
@@ -227,16 +243,59 @@ class KVCache(Books):
         if superseded.size:
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
-        self.misses.on_commit(lease.scope, after, new, mine)
-        self._on_commit(lease, after, new, mine, entered)
+        self.misses.on_commit(segment.scope, after, new, mine)
+        self._on_commit(lease, segment.scope, after, new, mine, entered)
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:
         lease.owns_tail = False
         self._tail_owners.discard(block_id)
 
+    def publish(self, tokens: TokenArray, scope: Scope) -> int:
+        """Let every tenant hit the whole blocks of a prefix; what follows it stays each one's own.
+
+        Of what the scope has cached, a copy becomes public; the rest does when it is next computed.
+
+        Returns:
+            How many of the prefix's tokens are cached for all now.
+
+        Raises:
+            LeaseRefused: there is no whole block in it, or too much is public; nothing changed.
+        """
+        whole = tokens[: tokens.size // self.block_size * self.block_size]
+        if not whole.size:
+            raise LeaseRefused(f"only whole blocks of {self.block_size} tokens can be published")
+        known = self.pin(whole, scope)
+        try:
+            self._tree.lineages.publish(whole)
+            if known is not None and known.blocks.size * self.block_size == known.num_tokens * len(self._windows):
+                self._copy_to_public(whole[: known.num_tokens], known.blocks.reshape(len(self._windows), -1))
+        finally:
+            if known is not None:
+                self.unpin(known)
+        return self._tree.match(whole, PUBLIC).num_tokens
+
+    def unpublish(self, tokens: TokenArray) -> int:
+        """Let nobody find what begins with these whole blocks as public any more; returns how many prefixes end."""
+        whole = tokens[: tokens.size // self.block_size * self.block_size]
+        return self._tree.lineages.unpublish(whole) if whole.size else 0
+
+    def _copy_to_public(self, tokens: TokenArray, source: BlockIds) -> None:
+        lease = self._hold(np.append(tokens, tokens[:1]), PUBLIC, self._tree.match(tokens, PUBLIC))
+        first = lease.num_computed_tokens // self.block_size
+        try:
+            self.reserve(lease, tokens.size - lease.num_computed_tokens)
+        except OutOfBlocks:
+            self.discard(lease)  # the next request that has these tokens computes them
+            return
+        for table, row in zip(lease.tables, source, strict=True):
+            for block, copy in zip(row[first:].tolist(), table.ids[first:].tolist(), strict=True):
+                self._pool.copy_block(block, copy)
+        self.advance(lease, tokens, int(tokens.size))
+        self.release(lease, tokens)
+
     def fork(self, lease: Lease) -> Lease:
         """A second lease on the same blocks; whichever writes to a shared one first gets a copy (in `reserve`)."""
-        twin = Lease(lease.scope, [table.fork() for table in lease.tables], lease.prompt)
+        twin = Lease(lease.scope, lease.lineage, [table.fork() for table in lease.tables], lease.prompt)
         twin.tier_use = lease.tier_use
         twin.num_hit_tokens = lease.num_computed_tokens
         twin.num_computed_tokens = lease.num_computed_tokens
@@ -280,6 +339,7 @@ class KVCache(Books):
         for table in lease.tables:
             self._allocator.release(table.held)
         self._offer(last)
+        self._offer_parts(lease.prompt, lease.lineage)
 
     def note_hit(self, lease: Lease) -> None:
         """Start the time of retained prefixes anew that a lease's hit covers."""
@@ -314,6 +374,13 @@ class KVCache(Books):
         """Let go of lower tiers."""
 
     def _on_commit(
-        self, lease: Lease, after: int | None, tokens: TokenArray, blocks: BlockIds, entered: npt.NDArray[np.bool_]
+        self,
+        lease: Lease,
+        scope: Scope,
+        after: int | None,
+        tokens: TokenArray,
+        blocks: BlockIds,
+        entered: npt.NDArray[np.bool_],
     ) -> None:
-        """Blocks of a lease came into the tree: those of `blocks`, after block `after`, where `entered` is true."""
+        """Blocks of a lease came into the tree: those of `blocks` where `entered` is true,
+        in a scope after block `after`, or first of all."""

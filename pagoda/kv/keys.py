@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
@@ -33,17 +33,25 @@ class Scope:
 
     `namespace` is the tenant, from the API key and never from the client's word alone; `salt` is the client's
     `cache_salt`; `adapter` is the content hash of a LoRA adapter, which changes KV from token `adapter_from` on.
+    `after` is the cache's own: the tokens before a part of a sequence that begins in another scope (see Lineages).
     """
 
     namespace: str = ""
     salt: str = ""
     adapter: str = ""
     adapter_from: int = 0
+    after: bytes = field(default=b"", repr=False)
+
+    @property
+    def tokens_before(self) -> npt.NDArray[np.int64]:
+        """`after` as tokens."""
+        return np.frombuffer(self.after, dtype="<i8")
 
     def to_bytes(self) -> bytes:
         """An unambiguous encoding: each field with its length in front, the rarer ones only where they are set."""
-        rare = (str(self.adapter_from),) if self.adapter_from else ()
-        return b"".join(_with_length(field.encode()) for field in (self.namespace, self.salt, self.adapter, *rare))
+        rare = (str(self.adapter_from).encode(), self.after) if self.adapter_from or self.after else ()
+        names = (self.namespace.encode(), self.salt.encode(), self.adapter.encode())
+        return b"".join(_with_length(part) for part in (*names, *rare))
 
 
 class KeyChain:

@@ -8,6 +8,7 @@ from pagoda.errors import InvalidRequest
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.directives import Directives
 from pagoda.kv.keys import Scope
+from pagoda.kv.lineage import Segment
 from pagoda.kv.radix_node import TokenArray
 
 
@@ -57,7 +58,7 @@ class Lease:
     """Blocks that hold a request's KV, one table per layer group. Only KVCache changes it.
 
     Attributes:
-        scope: whose prefixes it shares.
+        scope: whose prefixes it shares; `lineage` says it for each part of the sequence.
         tables: block tables, one per layer group, equally long.
         prompt: the tokens it was acquired for; what it is expected to compute and share.
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
@@ -73,6 +74,7 @@ class Lease:
     __slots__ = (
         "directives",
         "is_detached",
+        "lineage",
         "num_committed_blocks",
         "num_computed_tokens",
         "num_hit_tokens",
@@ -85,8 +87,11 @@ class Lease:
         "tier_use",
     )
 
-    def __init__(self, scope: Scope, tables: list[BlockTable], prompt: TokenArray) -> None:
+    def __init__(
+        self, scope: Scope, lineage: tuple[Segment, ...], tables: list[BlockTable], prompt: TokenArray
+    ) -> None:
         self.scope = scope
+        self.lineage = lineage
         self.tables = tables
         self.prompt = prompt
         self.num_hit_tokens = 0

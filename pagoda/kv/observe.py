@@ -152,8 +152,10 @@ class MissLog:
         block = tokens[index * size : (index + 1) * size]
         if block.size < size:
             return None
+        roots = {segment.start: segment.scope for segment in self._tree.lineages.of(tokens, scope)}
         # A hit has the block before its end in every group.
-        parent = int(self._hashes[blocks[0, index - 1]]) if index else hash(scope)
+        root = roots.get(index * size)
+        parent = int(self._hashes[blocks[0, index - 1]]) if root is None else hash(root)
         return self._ghosts.get(hash((parent, block.astype(np.int64, copy=False).tobytes())))
 
     def elsewhere(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:

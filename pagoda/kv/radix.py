@@ -65,10 +65,12 @@ class RadixTree(RadixIndex):
         again, so statistics must not mix. Returns the match with its path as it is then.
         """
         self._now += 1
-        path = list(match.path)
-        if path and path[-1][1] < path[-1][0].tokens.size:
-            node, shared = path.pop()
+        path: list[tuple[Node, int]] = []
+        for node, shared in match.path:
             whole = shared // self.block_size * self.block_size
+            if shared == node.tokens.size:
+                path.append((node, shared))
+                continue
             if whole:
                 path.append((self._split(node, whole), whole))
             if shared > whole:
@@ -228,19 +230,36 @@ class RadixTree(RadixIndex):
 
     def offer(self, block_id: int) -> None:
         """Note that a request let go of a group-0 block and of those before it: they may be evictable now."""
-        node: Node | None = self._owner[block_id]
+        node = self._owner[block_id]
         if node is None:
             raise InvariantError(f"block {block_id} is not in the tree")
+        self._offer_node(node)
+
+    def _offer_node(self, node: Node) -> None:
         if not node.children:
             self._queues.of(node).offer(node)
         if any(self.windows):
-            while node is not None and node.parent is not None:
-                self._slid[node.account][node] = None
-                node = node.parent
+            above: Node | None = node
+            while above is not None and above.parent is not None:
+                self._slid[above.account][above] = None
+                above = above.parent
 
     def expire(self, now: float) -> None:
         """Note the time: priorities that were given until then are over."""
         self._queues.expire(now)
+
+    def offer_along(self, tokens: TokenArray, scope: Scope) -> None:
+        """Note that a request let go of what the tree has of these tokens in a scope: it may be evictable now."""
+        node: Node | None = self._roots.get(scope)
+        done, last = 0, None
+        while node is not None and done < tokens.size:
+            child, shared = self._step(node, tokens[done:])
+            if child is None:
+                break
+            last, done = child, done + shared
+            node = child if shared == child.tokens.size else None
+        if last is not None:
+            self._offer_node(last)
 
     def evict(self, count: int, held: Held, account: int = 0) -> BlockIds:
         """Give up at least `count` blocks of an account, or all of its that may go. Mutates the tree.

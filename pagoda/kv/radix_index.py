@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
+from pagoda.kv.lineage import Lineages
 from pagoda.kv.radix_node import ABSENT, Match, Node, Root, TokenArray, common_prefix, first_block_key
 
 Held = Callable[[BlockIds], npt.NDArray[np.bool_]]
@@ -31,20 +32,25 @@ class RadixIndex:
         self.block_size = block_size
         self.windows = windows
         self._owner: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=np.object_)  # group-0 block id -> node
+        self.lineages = Lineages(block_size)
         self._roots: dict[Scope, Root] = {}
 
     def match(self, tokens: TokenArray, scope: Scope) -> Match:
         """The longest prefix of `tokens` that every layer group can supply."""
         path: list[tuple[Node, int]] = []
-        node: Node | None = self._roots.get(scope)
         done = 0
-        while node is not None and done < tokens.size:
-            child, shared = self._step(node, tokens[done:])
-            if child is None:
+        for segment in self.lineages.of(tokens, scope):
+            if done != segment.start:
                 break
-            path.append((child, shared))
-            done += shared
-            node = child if shared == child.tokens.size else None
+            node: Node | None = self._roots.get(segment.scope)
+            end = min(segment.stop, tokens.size)
+            while node is not None and done < end:
+                child, shared = self._step(node, tokens[done:end])
+                if child is None:
+                    break
+                path.append((child, shared))
+                done += shared
+                node = child if shared == child.tokens.size else None
         return self._usable(path, done)
 
     def _step(self, node: Node, tokens: TokenArray) -> tuple[Node | None, int]:
@@ -146,7 +152,7 @@ class RadixIndex:
         end = (int(np.flatnonzero(node.blocks[0] == block_id)[-1]) + 1) * self.block_size
         parts, above = [node.tokens[:end]], node.parent
         while above is not None:
-            parts.append(above.tokens)
+            parts.append(above.scope.tokens_before if isinstance(above, Root) else above.tokens)
             above = above.parent
         return node, np.concatenate(parts[::-1])
 

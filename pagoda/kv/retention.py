@@ -29,6 +29,7 @@ import numpy.typing as npt
 from pagoda.errors import LeaseRefused
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
+from pagoda.kv.lineage import Segment
 from pagoda.kv.radix_node import TokenArray
 
 MAX_LEASES = 4096
@@ -43,12 +44,15 @@ class PinnedPrefix:
         blocks: all of them.
         last_block: the last of the first group.
         anchor: the last of the group in which hits keep most of their blocks: a hit that has it covers the prefix.
+        tokens, lineage: the prefix itself.
     """
 
     num_tokens: int
     blocks: BlockIds
     last_block: int
     anchor: int
+    tokens: TokenArray
+    lineage: tuple[Segment, ...]
 
 
 class Pins(Protocol):

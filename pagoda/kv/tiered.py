@@ -83,8 +83,7 @@ class TieredCache(KVCache):
             last = min(last, first + use.max_restored_tokens // size)
         if first >= last or not self.hierarchy.is_available:
             return
-        parent = self._record_of[self._last_committed(lease)].key if first else self._keys.root(lease.scope)
-        keys = self._before_purged(self._keys.chain(parent, lease.prompt[first * size : last * size], size))
+        keys = self._before_purged(self._names(lease, first, lease.prompt[: last * size]))
         if not keys:
             return
         tokens = lease.prompt[: (first + len(keys)) * size]
@@ -93,6 +92,21 @@ class TieredCache(KVCache):
         patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
         fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s)
         self._restores[lease] = Restore(lease, tokens, fetch, first, size)
+
+    def _names(self, lease: Lease, first: int, tokens: TokenArray) -> list[BlockKey]:
+        """The keys of the whole blocks of `tokens` from block `first` on; those before it are in the tree."""
+        keys: list[BlockKey] = []
+        ends = [*(segment.start for segment in lease.lineage[1:]), tokens.size]
+        for segment, end in zip(lease.lineage, ends, strict=True):
+            at = (first + len(keys)) * self.block_size
+            end = min(end, tokens.size)
+            if segment.start <= at < end:
+                if at == segment.start:
+                    parent = self._keys.root(segment.scope)
+                else:
+                    parent = keys[-1] if keys else self._record_of[self._last_committed(lease)].key
+                keys += self._keys.chain(parent, tokens[at:end], self.block_size)
+        return keys
 
     def chunk(self, lease: Lease, num_tokens: int) -> int:
         """See KVCache."""
@@ -158,10 +172,16 @@ class TieredCache(KVCache):
         self.hierarchy.arrived.wait(max(0.0, min(timeout_s, patience_s)))
 
     def _on_commit(
-        self, lease: Lease, after: int | None, tokens: TokenArray, blocks: BlockIds, entered: npt.NDArray[np.bool_]
+        self,
+        lease: Lease,
+        scope: Scope,
+        after: int | None,
+        tokens: TokenArray,
+        blocks: BlockIds,
+        entered: npt.NDArray[np.bool_],
     ) -> None:
         whole = tokens.size // self.block_size
-        parent = self._keys.root(lease.scope) if after is None else self._record_of[after].key
+        parent = self._keys.root(scope) if after is None else self._record_of[after].key
         keys = self._keys.chain(parent, tokens[: whole * self.block_size], self.block_size)
         new: list[tuple[int, RecordId]] = []
         for index, key in enumerate(keys):

@@ -6,6 +6,7 @@
     GET    /kv               usage by tenant                               ─┐
     POST   /kv/pin           keep a cached prefix                           │ with the admin key only
     POST   /kv/purge         forget a tenant, a prefix, or a request's      │
+    POST   /kv/publish       let every tenant hit a prefix; /kv/unpublish   │
     POST   /kv/clear         evict what nobody holds                       ─┘
 
 The admin key comes in the header `X-Admin-Key`; a server without one has no such routes.
@@ -36,7 +37,7 @@ ADMIN_HEADER = "x-admin-key"
 
 
 class PinFields(PrefixFields):
-    """The body of POST /v1/kv/pin: whose prefix, and which."""
+    """The body of POST /v1/kv/pin, publish and unpublish: whose prefix, and which."""
 
     tenant: str = ""
 
@@ -134,6 +135,21 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
         return JSONResponse({"purged_blocks": count})
+
+    @router.post("/kv/publish")
+    async def publish(request: Request) -> Response:
+        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
+        tokens, scope = await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
+        try:
+            num_cached = await engine.manage(lambda cache: cache.publish(tokens, scope))
+        except LeaseRefused as error:
+            raise HttpError(409, "publish_refused", f"Not published: {error}.") from None
+        return JSONResponse({"prompt_tokens": len(tokens), "cached_tokens": num_cached})
+
+    @router.post("/kv/unpublish")
+    async def unpublish(request: Request) -> Response:
+        tokens = await tokens_of(validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes))))
+        return JSONResponse({"unpublished": await engine.manage(lambda cache: cache.unpublish(tokens))})
 
     @router.post("/kv/clear")
     async def clear() -> Response:

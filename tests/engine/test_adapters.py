@@ -170,8 +170,18 @@ def test_an_activated_adapter_changes_nothing_before_its_invocation(made: tuple[
         return ids[len(tokens) :]
 
     engine = make(folder)
+    assert engine.generate([before], GREEDY)[0].completions[0].token_ids == truth(merged["base"], before)
     [found] = engine.generate([tokens], GREEDY, adapter="late")
+    assert found.usage.num_hit_tokens == 40  # the base model's whole blocks
     assert found.completions[0].token_ids == stepwise(12)
+    [warm] = engine.generate([tokens], GREEDY, adapter="late")
+    assert warm.usage.num_hit_tokens == len(tokens) - 1
+    assert warm.completions[0].token_ids == stepwise(12)
+    other = make(folder)  # the other way round: the base model goes on from what the adapter's request computed
+    other.generate([tokens], GREEDY, adapter="late")
+    [base] = other.generate([tokens], GREEDY)
+    assert base.usage.num_hit_tokens == 40
+    assert base.completions[0].token_ids == truth(merged["base"], tokens)
     assert found.completions[0].token_ids != truth(merged["late"], tokens)
     with pytest.raises(InvalidRequest, match="activated by the tokens"):
         engine.generate([before], GREEDY, adapter="late")

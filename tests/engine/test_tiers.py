@@ -328,3 +328,22 @@ def test_what_was_purged_is_not_looked_for_while_its_tier_cannot_delete_it() -> 
     assert cache.purge(Scope()) > 0
     assert not cache.hierarchy.is_idle
     assert cache._before_purged(keys) == []
+
+
+@pytest.mark.parametrize("policy", [THROUGH, BACK])
+def test_what_is_public_comes_back_for_everybody(policy: WritePolicy) -> None:
+    core, _ = make_core(num_blocks=60, tiers=[(MemoryTier(1 << 20), policy)])
+    public = prompt(1, 40)
+    a, b = Scope("a"), Scope("b")
+    assert ask(core, [*public, 1, 2, 3, 4, 5], scope=a) == 0
+    assert core.cache.publish(np.array(public), a) == 40
+    for text in (7, 8):
+        assert ask(core, [*public, *prompt(text, 13)], scope=a) == 40
+    core.cache.clear()
+    flushed(core)
+    assert ask(core, [*public, *prompt(7, 13)], scope=b) == 40  # what follows is not b's
+    core.cache.clear()
+    flushed(core)
+    assert ask(core, [*public, *prompt(7, 13)], scope=a) == 52
+    core.cache.check()
+    core.cache.close()

@@ -140,6 +140,28 @@ async def test_adapters_are_models_that_come_and_go(live: Live, tmp_path: Path) 
         await ask("pirate")
 
 
+async def test_a_published_prefix_is_hit_by_all(live: Live) -> None:
+    admin = {"X-Admin-Key": "root"}
+    handbook = "The harbour master counts the boats at dawn, when the tide turns. " * 3
+
+    async def cached(salt: str, text: str) -> int:
+        answer = await live.client.completions.create(prompt=handbook + text, extra_body={"cache_salt": salt}, **GREEDY)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert await cached("a", "And then?") == 0
+    body = {"prompt": handbook, "cache_salt": "a"}
+    assert (await live.http.post("/v1/kv/publish", json=body)).status_code == 403
+    published = (await live.http.post("/v1/kv/publish", json=body, headers=admin)).json()
+    assert 0 < published["cached_tokens"] <= published["prompt_tokens"]
+    assert await cached("b", "And then?") == published["cached_tokens"]
+    assert await cached("c", "And then?") == published["cached_tokens"]
+    assert await cached("c", "And then?") > published["cached_tokens"]
+    short = await live.http.post("/v1/kv/publish", json={"prompt": "x"}, headers=admin)
+    assert (short.status_code, short.json()["error"]["code"]) == (409, "publish_refused")
+    assert (await live.http.post("/v1/kv/unpublish", json=body, headers=admin)).json() == {"unpublished": 1}
+    assert await cached("d", "And then?") == 0
+
+
 async def test_weights_are_reloaded_by_the_operator(live: Live, folder: Path) -> None:
     admin = {"X-Admin-Key": "root"}
     first = await live.client.chat.completions.create(messages=QUESTION, **GREEDY)
