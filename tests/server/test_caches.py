@@ -185,7 +185,7 @@ async def test_completions_go_on_from_a_text_and_chats_do_not(fake: Live) -> Non
 
 
 async def test_it_holds_under_pressure_until_it_is_deleted(folder: Path) -> None:
-    async with serve(folder) as live:
+    async with serve(folder, eviction="lru") as live:
         made = await create(live, system=SYSTEM)
         assert live.backend.stats().num_leased_blocks * 16 == made["held_tokens"] > 64
         await flood(live)
