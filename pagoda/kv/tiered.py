@@ -231,12 +231,24 @@ class TieredCache(KVCache):
         self._write(WritePolicy.BACK, named)
         self._forget_names(ids)
 
+    def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
+        """See Books. Of a prefix in a scope, blocks that only tiers have go too."""
+        count = super().purge(where, prefix)
+        if isinstance(where, Scope) and prefix is not None:
+            size = self.block_size
+            keys = self._keys.chain(self._keys.root(where), prefix[: prefix.size // size * size], size)
+            evicted = keys[self._tree.match(prefix, where).num_tokens // size :]
+            self._delete([RecordId(key, group) for key in evicted for group in range(len(self._windows))])
+        return count
+
     def _on_purge(self, ids: BlockIds) -> None:
-        records = [record for block in ids.tolist() if (record := self._record_of.get(block)) is not None]
+        self._delete([record for block in ids.tolist() if (record := self._record_of.get(block)) is not None])
+        self._forget_names(ids)
+
+    def _delete(self, records: Sequence[RecordId]) -> None:
         if records:
             self._purged.update(record.key for record in records)
             self.hierarchy.delete(records)
-        self._forget_names(ids)
 
     def _before_purged(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """The keys before the first that was purged and that a tier may still have."""

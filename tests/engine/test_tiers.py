@@ -347,3 +347,17 @@ def test_what_is_public_comes_back_for_everybody(policy: WritePolicy) -> None:
     assert ask(core, [*public, *prompt(7, 13)], scope=a) == 52
     core.cache.check()
     core.cache.close()
+
+
+def test_a_purged_prefix_is_gone_from_tiers_that_alone_had_it() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(num_blocks=40, tiers=[(tier, THROUGH)])
+    first, sibling = prompt(1), prompt(1)[:28] + prompt(2)[:32]
+    ask(core, first)
+    core.cache.clear()
+    ask(core, sibling)
+    cache = flushed(core)
+    cache.purge(Scope(), np.array(first))
+    flushed(core)
+    assert ask(core, first) == 28
+    assert ask(core, sibling) == 59
