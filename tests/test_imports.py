@@ -41,7 +41,7 @@ LEAVES = (
     "retention",
     "tenants",
 )
-METADATA = ("books", "cache", "lease", "observe", "view", *LEAVES)
+METADATA = ("ages", "block_map", "books", "cache", "lease", "observe", "view", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -93,7 +93,9 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "restore": ("fetch", "lease", "radix_node", "transfer"),
     "observe": ("lease", *LEAVES),
     "view": LEAVES,
-    "books": ("computing", "lease", "lineage", "observe", "view", *LEAVES),
+    "ages": ("allocator",),
+    "block_map": ("allocator", "retention"),
+    "books": ("ages", "block_map", "computing", "lease", "lineage", "observe", "view", *LEAVES),
     "cache": ("books", "computing", "directives", "lease", "lineage", *LEAVES),
     "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pagoda.engine.history import History
+from pagoda.kv.block_map import BlockMap as BlockMap
+from pagoda.kv.block_map import BlockUse as BlockUse
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation
@@ -67,7 +69,7 @@ class CacheAdmin:
         return self._history.explain(request_id, tenant)
 
     def usage(self) -> list[TenantUsage]:
-        """Every tenant's, by name. O(nodes of the tree)."""
+        """Every tenant's, by name. O(blocks)."""
         in_tree, leased = self._cache.blocks_by_namespace(), self._cache.retention.usage
         tenants = self._cache.tenants
         return [
@@ -89,6 +91,18 @@ class CacheAdmin:
     def prefixes(self, tenant: str | None = None, limit: int = 1000) -> list[PrefixView]:
         """The tree of a tenant, or of all: the first `limit` runs, parents first. O(of what is returned)."""
         return list(islice(self._cache.prefixes(tenant), limit))
+
+    def outline(self, tenant: str | None, limit: int) -> list[PrefixView]:
+        """The most used runs of the tree of a tenant, or of all: at most `limit`, parents first."""
+        return self._cache.outline(tenant, limit)
+
+    def block_map(self, max_cells: int) -> BlockMap:
+        """What the pool is used for; its labels are indices of `tenants`."""
+        return self._cache.block_map(max_cells)
+
+    def tenants(self) -> list[str]:
+        """Every tenant seen or configured."""
+        return [tenant.name for tenant in self._cache.tenants.all()]
 
     def leases(self, tenant: str | None = None) -> list[LeaseInfo]:
         """The leases of a tenant, or all; the oldest first."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
-from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
+from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
@@ -147,6 +147,10 @@ class AsyncEngine:
         """The figures of each tier below the device, fastest first. Waits for none."""
         cache = self._core.cache
         return cache.hierarchy.reports() if isinstance(cache, TieredCache) else []
+
+    def block_ages(self) -> Sequence[AgeHistogram]:
+        """How long sampled blocks lived, lay idle and waited for a hit. Waits for nothing."""
+        return self._core.cache.ages.histograms()
 
     async def start(self) -> None:
         """Start the engine's thread."""

@@ -466,6 +466,13 @@ def _request_stats(request: Request) -> RequestStats:
     times = request.token_times
     now = time.perf_counter()
     reasons = [each.finish_reason or FinishReason.ABORT for each in request.samples]
+    reason, num_restored_tokens = None, 0
+    if request.first_lease is not None and request.explanation is not None:
+        report = request.first_lease.restore_report
+        reason = request.explanation.with_restore(report).reason
+        if report is not None:
+            restored = report.num_restored_blocks * request.first_lease.tables[0].block_size
+            num_restored_tokens = min(restored, request.num_hit_tokens)
     return RequestStats(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -476,4 +483,6 @@ def _request_stats(request: Request) -> RequestStats:
         ttft_s=times[0] - request.arrived_at if times else None,
         itl_s=tuple(later - earlier for earlier, later in pairwise(times)),
         e2e_s=now - request.arrived_at,
+        miss_reason=reason,
+        num_restored_tokens=num_restored_tokens,
     )

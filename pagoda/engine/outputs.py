@@ -8,8 +8,10 @@ from typing import Protocol
 
 from pagoda.engine.params import LeaseSpec
 from pagoda.errors import ModelError
+from pagoda.kv.ages import AgeHistogram as AgeHistogram
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation as Explanation
+from pagoda.kv.observe import MissReason as MissReason
 from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.transfer import TierReport as TierReport
 
@@ -130,7 +132,9 @@ class StepStats:
 class RequestStats:
     """A finished request, for metrics. Times are seconds; `itl_s` has one entry per output token after the first.
 
-    `prompt` is the request's own array: not to be written to.
+    `prompt` is the request's own array: not to be written to. `miss_reason` says why not more of it hit, as far as that
+    was known without looking into other scopes, and None if the request never ran. Of the tokens that hit,
+    `num_restored_tokens` came from tiers.
     """
 
     request_id: str
@@ -142,6 +146,8 @@ class RequestStats:
     ttft_s: float | None
     itl_s: tuple[float, ...]
     e2e_s: float
+    miss_reason: MissReason | None = None
+    num_restored_tokens: int = 0
 
 
 class EngineObserver(Protocol):

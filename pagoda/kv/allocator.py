@@ -96,6 +96,10 @@ class Allocator:
         """How many requests hold each block of the pool. O(blocks)."""
         return self._refs.copy()
 
+    def every(self, step: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int32]]:
+        """Of every `step`-th block, from the first: its references, whether the tree has it, and its label."""
+        return self._refs[::step], self._in_tree[::step], self._label[::step]
+
     def ids_in_tree(self) -> npt.NDArray[np.intp]:
         """The blocks that the tree has, in order. O(blocks)."""
         return np.flatnonzero(self._in_tree)

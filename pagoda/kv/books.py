@@ -21,7 +21,9 @@ from typing import Protocol
 import numpy as np
 
 from pagoda.errors import InvariantError, OutOfBlocks
+from pagoda.kv.ages import BlockAges
 from pagoda.kv.allocator import Allocator, BlockIds
+from pagoda.kv.block_map import BlockMap, block_map
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.computing import Computing, PendingPrefix
 from pagoda.kv.eviction import LRU, EvictionPolicy
@@ -34,7 +36,7 @@ from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix
 from pagoda.kv.retention import PinnedPrefix, Retained, Retention
 from pagoda.kv.tenants import Share, Tenant, Tenants
-from pagoda.kv.view import PrefixView, prefixes
+from pagoda.kv.view import PrefixView, outline, prefixes
 
 
 class BlockCopier(Protocol):
@@ -108,6 +110,7 @@ class Books:
         self._leases: set[Lease] = set()
         self.retention = Retention(self, clock)
         self.misses = MissLog(self._tree, pool.num_blocks)
+        self.ages = BlockAges(pool.num_blocks, clock)
         self._policy_name = type(policy or LRU()).__name__
         self._clock = clock
 
@@ -246,6 +249,7 @@ class Books:
 
     def _note_evicted(self, ids: BlockIds) -> None:
         self.tenants.note_evicted(ids)
+        self.ages.on_evict(ids)
         lapsed_at = self.retention.lapsed_at[ids]
         self.retention.lapsed_at[ids] = 0
         books = self._policy_name, int(ids.size), self.num_held_blocks, self.retention.num_blocks
@@ -349,11 +353,17 @@ class Books:
     # -- all of it ---------------------------------------------------------------------------------------------------
 
     def blocks_by_namespace(self) -> Counter[str]:
-        """Blocks in the tree of each namespace. O(nodes)."""
-        counts: Counter[str] = Counter()
-        for scope in self._tree.scopes():
-            counts[scope.namespace] += self._tree.num_blocks(scope)
-        return counts
+        """Blocks in the tree of each namespace. O(blocks)."""
+        counts = self._allocator.count_by_label(self._allocator.ids_in_tree())
+        return Counter({tenant.name: int(count) for tenant, count in zip(self.tenants.all(), counts, strict=False)})
+
+    def block_map(self, max_cells: int) -> BlockMap:
+        """What the pool is used for, and by whom: see `pagoda.kv.block_map`."""
+        return block_map(self._allocator, self.retention, max_cells)
+
+    def outline(self, namespace: str | None, limit: int) -> list[PrefixView]:
+        """The most used runs of the tree: see `pagoda.kv.view`."""
+        return outline(self._tree, self._allocator.held, namespace, limit)
 
     def prefixes(self, namespace: str | None = None) -> Iterator[PrefixView]:
         """What the tree has for a namespace, or for all: see `pagoda.kv.view`. Take it before the cache changes."""

@@ -44,6 +44,8 @@ class KVCache(Books):
             hit: what `lookup` found, if nothing changed since.
         """
         lease = self._hold(tokens, scope, self._tree.match(tokens[:-1], scope) if hit is None else hit.match)
+        table = lease.tables[self._anchor]
+        self.ages.on_hit(table.ids[table.first : lease.num_committed_blocks])
         tenant = self._tenant(scope)
         for counts in self.stats, tenant:
             counts.num_query_tokens += tokens.size
@@ -234,6 +236,7 @@ class KVCache(Books):
         self._allocator.enter_tree(mine[entered])
         if segment.scope == PUBLIC:
             self._allocator.relabel(mine[entered], self._tenant(PUBLIC).index)
+        self.ages.on_commit(mine[entered])
         swapped = (theirs != mine) & (theirs != ABSENT)
         if swapped.any():
             self._allocator.retain(theirs[swapped])

@@ -110,15 +110,6 @@ class RadixIndex:
         """The empty prefix of a scope that `scopes` has."""
         return self._roots[scope]
 
-    def num_blocks(self, scope: Scope) -> int:
-        """Blocks of a scope. O(its nodes)."""
-        count, stack = 0, list(self._roots[scope].children.values()) if scope in self._roots else []
-        while stack:
-            node = stack.pop()
-            count += int(np.count_nonzero(node.blocks != ABSENT))
-            stack.extend(node.children.values())
-        return count
-
     def _continuation(self, node: Node, tokens: TokenArray) -> Node | None:
         """The child whose first block has all of `tokens`' first block, or is the start of it."""
         if not node.children:

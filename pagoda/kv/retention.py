@@ -263,6 +263,10 @@ class Retention:
         leased: npt.NDArray[np.bool_] = (self._num_leases[blocks.astype(np.intp)] > 0) & (blocks >= 0)
         return leased
 
+    def leases_of_every(self, step: int) -> npt.NDArray[np.int32]:
+        """Of every `step`-th block of the pool, from the first: how many leases have it."""
+        return self._num_leases[::step]
+
     def end_on(self, gone: npt.NDArray[np.bool_]) -> None:
         """End every lease that has one of the blocks where `gone`, one entry a block of the pool, is true."""
         for lease in [each for each in self._leases.values() if gone[each.pinned.blocks].any()]:
