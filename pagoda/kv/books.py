@@ -354,7 +354,7 @@ class Books:
 
     def blocks_by_namespace(self) -> Counter[str]:
         """Blocks in the tree of each namespace. O(blocks)."""
-        counts = self._allocator.count_by_label(self._allocator.ids_in_tree())
+        counts = self._allocator.count_by_label(self._allocator.ids_in_tree().astype(np.int32))
         return Counter({tenant.name: int(count) for tenant, count in zip(self.tenants.all(), counts, strict=False)})
 
     def block_map(self, max_cells: int) -> BlockMap:

@@ -71,7 +71,9 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
             raise HttpError(403, "admin_key_required", "Others' prefixes are only shown with the admin key.")
         whose = tenant if own is None else own
         found = await engine.manage(lambda cache: cache.prefixes(whose, limit + 1))
-        data = await asyncio.to_thread(lambda: [_prefix_report(each, engine.tokenizer) for each in found[:limit]])
+        data = await asyncio.to_thread(
+            lambda: [prefix_report(each, _preview(each, engine.tokenizer)) for each in found[:limit]]
+        )
         return JSONResponse({"object": "list", "data": data, "has_more": len(found) > limit})
 
     @router.delete("/kv/leases/{lease_id}")
@@ -181,9 +183,9 @@ def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:
     return sum(counts) if counts else None
 
 
-def _prefix_report(prefix: PrefixView, tokenizer: Tokenizer) -> dict[str, Any]:
-    preview = tokenizer.decode(prefix.head, skip_special_tokens=False)
-    return {
+def prefix_report(prefix: PrefixView, text: str | None) -> dict[str, Any]:
+    """A run of the tree for JSON; `text` is its head's, if whoever asks may see it."""
+    report: dict[str, Any] = {
         "tenant": prefix.scope.namespace,
         "cache_salt": prefix.scope.salt,
         "adapter": prefix.scope.adapter,
@@ -193,5 +195,11 @@ def _prefix_report(prefix: PrefixView, tokenizer: Tokenizer) -> dict[str, Any]:
         "num_blocks": prefix.num_blocks,
         "num_held": prefix.num_held,
         "num_hits": prefix.num_hits,
-        "preview": preview if prefix.num_tokens <= len(prefix.head) else preview + "...",
     }
+    if text is not None:
+        report["preview"] = text if prefix.num_tokens <= len(prefix.head) else text + "..."
+    return report
+
+
+def _preview(prefix: PrefixView, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prefix.head, skip_special_tokens=False)

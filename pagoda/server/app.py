@@ -18,6 +18,7 @@ from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys, key_name
 from pagoda.server.backend import Backend
 from pagoda.server.caches import cache_router
+from pagoda.server.dashboard import Recent, overview_router, page_router
 from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.explain import explain_router
 from pagoda.server.ledger import Account, Ledger
@@ -91,7 +92,9 @@ def create_app(
     lifecycle = Lifecycle(engine, drain_s)
     accounts = ledger or Ledger()
     metrics = Metrics(engine)
+    recent = Recent()
     engine.add_observer(metrics)
+    engine.add_observer(recent)
     if access_log is not None:
         engine.add_observer(access_log)
 
@@ -135,13 +138,18 @@ def create_app(
         explain_router(engine),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
-    for router in lease_router(engine, admin_key), usage_router(accounts, prices, admin_key):
+    for router in (
+        lease_router(engine, admin_key),
+        usage_router(accounts, prices, admin_key),
+        overview_router(engine, recent, admin_key),
+    ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit_operator)])
     if admin_key is not None:
         app.include_router(admin_router(served, admin_key, max_body_bytes), prefix="/v1")
         only_admins = [Depends(require_admin(admin_key))]
         app.include_router(weights_router(served, max_body_bytes), prefix="/v1", dependencies=only_admins)
-    app.include_router(_operations_router(engine, metrics))
+    app.include_router(page_router())
+    app.include_router(_operations_router(engine, metrics, admin_key))
     return app
 
 
@@ -154,7 +162,7 @@ async def _save_regularly(ledger: Ledger) -> None:
             logger.warning("the usage file could not be written: %s", error)
 
 
-def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:
+def _operations_router(engine: Backend, metrics: Metrics, admin_key: str | None) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -171,8 +179,10 @@ def _operations_router(engine: Backend, metrics: Metrics) -> APIRouter:
         return JSONResponse(body, 200 if engine.is_healthy else 503)
 
     @router.get("/metrics")
-    async def read_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def read_metrics(request: Request) -> Response:
+        named = is_admin(request, admin_key) and engine.is_healthy
+        tenants = await engine.manage(lambda cache: cache.usage()) if named else ()
+        return Response(metrics.render(tenants), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> Response:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pagoda.engine.admin import CacheAdmin
-from pagoda.engine.outputs import EngineObserver, RequestOutput, TierReport
+from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
@@ -63,6 +63,8 @@ class BackendStats(Protocol):
     def num_leases(self) -> int: ...  # noqa: D102
     @property
     def num_leases_refused(self) -> int: ...  # noqa: D102
+    @property
+    def block_size(self) -> int: ...  # noqa: D102
     @property
     def num_running(self) -> int: ...  # noqa: D102
     @property
@@ -131,3 +133,6 @@ class Backend(Protocol):
 
     def tiers(self) -> Sequence[TierReport]:
         """The figures of each tier below the device, fastest first; does not wait for any."""
+
+    def block_ages(self) -> Sequence[AgeHistogram]:
+        """How long sampled blocks lived, lay idle and waited for a hit."""

@@ -5,14 +5,17 @@ Names follow what vLLM's dashboards ask for, under the prefix `pagoda_`. Times a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagoda.engine.outputs import FinishReason, RequestStats, StepStats
+from pagoda.engine.admin import TenantUsage
+from pagoda.engine.outputs import FinishReason, MissReason, RequestStats, StepStats
 from pagoda.server.backend import Backend
+from pagoda.server.cache_metrics import AgeMetrics, TenantMetrics
+from pagoda.server.dashboard.recent import is_warm
 from pagoda.server.tier_metrics import TierMetrics
 
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -27,12 +30,13 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         registry.register(_EngineGauges(engine))
         registry.register(TierMetrics(engine.tiers))
+        registry.register(AgeMetrics(engine.block_ages))
 
-        def counter(name: str, about: str) -> Counter:
-            return Counter(f"pagoda_{name}", about, registry=registry)
+        def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"pagoda_{name}", about, labels, registry=registry)
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"pagoda_{name}_seconds", about, buckets=buckets, registry=registry)
+        def histogram(name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"pagoda_{name}_seconds", about, labels, buckets=buckets, registry=registry)
 
         self._query_tokens = counter("prefix_query_tokens", "Prompt tokens looked up in the prefix cache")
         self._hit_tokens = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache")
@@ -43,10 +47,21 @@ class Metrics:
         self._evicted = counter("evicted_blocks", "Cached blocks given up to make room")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = counter("generation_tokens", "Output tokens of finished requests")
-        self._finished = Counter("pagoda_requests", "Finished requests", ["finish_reason"], registry=registry)
+        self._finished = counter("requests", "Finished requests", ("finish_reason",))
         for reason in FinishReason:
             self._finished.labels(reason)
-        self._ttft = histogram("time_to_first_token", "Arrival to first output token", _REQUEST_S)
+        self._sources = counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from", ("source",))
+        for source in ("device", "tiers", "computed"):
+            self._sources.labels(source)
+        self._misses = counter("prefix_misses", "Requests that did not hit all they could, by why", ("reason",))
+        self._missed_tokens = counter("prefix_missed_tokens", "Prompt tokens that did not hit, by why", ("reason",))
+        for why in MissReason:
+            if why is not MissReason.NONE:
+                self._misses.labels(why)
+                self._missed_tokens.labels(why)
+        self._ttft = histogram("time_to_first_token", "Arrival to first output token", _REQUEST_S, ("prefix",))
+        for prefix in ("cold", "warm"):
+            self._ttft.labels(prefix)
         self._tpot = histogram("time_per_output_token", "Mean time per output token after the first", _TOKEN_S)
         self._itl = histogram("inter_token_latency", "Time between one output token and the next", _TOKEN_S)
         self._e2e = histogram("e2e_request_latency", "Arrival to end", _REQUEST_S)
@@ -70,20 +85,34 @@ class Metrics:
     def on_finished(self, stats: RequestStats) -> None:
         """Count a finished request."""
         self._finished.labels(stats.finish_reason).inc()
+        self._count_prefix(stats)
         self._prompt_tokens.inc(stats.usage.num_prompt_tokens)
         self._generation_tokens.inc(stats.usage.num_output_tokens)
         self._queue.observe(stats.queue_s)
         self._e2e.observe(stats.e2e_s)
         if stats.ttft_s is not None:
-            self._ttft.observe(stats.ttft_s)
+            self._ttft.labels("warm" if is_warm(stats) else "cold").observe(stats.ttft_s)
         if stats.itl_s:
             self._tpot.observe(sum(stats.itl_s) / len(stats.itl_s))
         for seconds in stats.itl_s:
             self._itl.observe(seconds)
 
-    def render(self) -> bytes:
-        """The text exposition format."""
-        return generate_latest(self.registry)
+    def _count_prefix(self, stats: RequestStats) -> None:
+        reason, num_hit, num_restored = stats.miss_reason, stats.usage.num_hit_tokens, stats.num_restored_tokens
+        if reason is None:
+            return
+        num_missed = stats.usage.num_prompt_tokens - num_hit
+        self._sources.labels("device").inc(num_hit - num_restored)
+        self._sources.labels("tiers").inc(num_restored)
+        self._sources.labels("computed").inc(num_missed)
+        if reason is not MissReason.NONE:
+            self._misses.labels(reason).inc()
+            self._missed_tokens.labels(reason).inc(num_missed)
+
+    def render(self, tenants: Sequence[TenantUsage] = ()) -> bytes:
+        """The text exposition format, with what is given of tenants."""
+        text = generate_latest(self.registry)
+        return text + generate_latest(TenantMetrics(tenants)) if tenants else text
 
 
 class _EngineGauges(Collector):

@@ -73,7 +73,7 @@ class TierMetrics(Collector):
                 failures.add_metric([tier.name, reason], number)
             for each in type(tier.state):
                 state.add_metric([tier.name, str(each)], each is tier.state)
-            seconds.add_metric([tier.name], _cumulative(tier.load_seconds), tier.load_seconds_sum)
+            seconds.add_metric([tier.name], cumulative(tier.load_seconds), tier.load_seconds_sum)
         yield from (failures, state, seconds)
 
 
@@ -90,7 +90,8 @@ def _usage(tiers: Sequence[TierReport]) -> Iterator[Metric]:
     yield from (used, capacity, records)
 
 
-def _cumulative(buckets: Sequence[tuple[float, int]]) -> list[tuple[str, float]]:
+def cumulative(buckets: Sequence[tuple[float, int]]) -> list[tuple[str, float]]:
+    """Buckets of (upper end, count) as Prometheus has them: each with all that is below."""
     total, ends = 0, []
     for end, count in buckets:
         total += count

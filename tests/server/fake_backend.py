@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from pagoda.engine.outputs import (
+    AgeHistogram,
     Delta,
     EngineObserver,
     Explanation,
     FinishReason,
     LeaseOutcome,
+    MissReason,
     RequestOutput,
     RequestStats,
     StepStats,
@@ -171,6 +173,9 @@ class FakeBackend:
     def tiers(self) -> list[TierReport]:
         return self.tier_reports
 
+    def block_ages(self) -> list[AgeHistogram]:
+        return [AgeHistogram("lifetime", ((1.0, 2), (float("inf"), 1)), 5.0)]
+
     def stats(self) -> FakeStats:
         held = sum(self.live.values())
         return FakeStats(NUM_BLOCKS, NUM_BLOCKS - held, held, 0, len(self.live), 0)
@@ -238,9 +243,22 @@ class FakeBackend:
             del self.live[request_id]
             seconds = time.monotonic() - start
             itl_s = (0.01,) * max(0, usage.num_output_tokens - 1)
+            miss = MissReason.NONE if usage.num_hit_tokens else MissReason.NEVER_SEEN
             for observer in self._observers:
                 observer.on_finished(
-                    RequestStats(request_id, np.array(prompt), scope, reason, usage, 0.001, 0.01, itl_s, seconds)
+                    RequestStats(
+                        request_id,
+                        np.array(prompt),
+                        scope,
+                        reason,
+                        usage,
+                        0.001,
+                        0.01,
+                        itl_s,
+                        seconds,
+                        miss,
+                        min(1, usage.num_hit_tokens),
+                    )
                 )
 
     def _match(self, scope: Scope, prompt: list[int]) -> int:

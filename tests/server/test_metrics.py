@@ -31,7 +31,16 @@ async def test_counters_and_histograms_follow_requests(live: Live) -> None:
     assert after["pagoda_generation_tokens_total"] == 10
     assert after["pagoda_preemptions_total"] == 10
     assert after["pagoda_evicted_blocks_total"] == 20
-    assert after["pagoda_time_to_first_token_seconds_count"] == 2
+    assert after["pagoda_time_to_first_token_seconds_count{prefix=cold}"] == 1
+    assert after["pagoda_time_to_first_token_seconds_count{prefix=warm}"] == 1
+    sources = [
+        after[f"pagoda_prompt_tokens_by_source_total{{source={each}}}"] for each in ("device", "tiers", "computed")
+    ]
+    assert sources == [3, 1, 6]
+    assert after["pagoda_prefix_misses_total{reason=never_seen}"] == 1
+    assert after["pagoda_prefix_missed_tokens_total{reason=never_seen}"] == 5
+    assert after["pagoda_kv_block_lifetime_seconds_bucket{le=+Inf}"] == 3
+    assert after["pagoda_kv_block_lifetime_seconds_sum"] == 5
     assert after["pagoda_time_per_output_token_seconds_count"] == 2
     assert after["pagoda_inter_token_latency_seconds_count"] == 8
     assert after["pagoda_inter_token_latency_seconds_bucket{le=0.01}"] == 8

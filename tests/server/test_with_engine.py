@@ -215,7 +215,10 @@ async def test_metrics_tell_of_hits(live: Live) -> None:
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     query = float(values["pagoda_prefix_query_tokens_total"])
     assert float(values["pagoda_prefix_hit_tokens_total"]) == query / 2 - 1
-    assert float(values["pagoda_time_to_first_token_seconds_count"]) == 2
+    ttft = [float(values[f'pagoda_time_to_first_token_seconds_count{{prefix="{each}"}}']) for each in ("cold", "warm")]
+    assert ttft == [1, 1]
+    assert float(values['pagoda_prefix_misses_total{reason="never_seen"}']) == 1
+    assert float(values['pagoda_prompt_tokens_by_source_total{source="device"}']) == query / 2 - 1
     assert float(values["pagoda_step_time_seconds_count"]) > 2
     states = [float(values[f'pagoda_kv_blocks{{state="{state}"}}']) for state in ("free", "held", "cached")]
     assert sum(states) == live.backend.stats().num_blocks
