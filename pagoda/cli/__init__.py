@@ -20,6 +20,7 @@ from pagoda.cli.plan import plan
 from pagoda.cli.replay import replay
 from pagoda.cli.serve import serve
 from pagoda.cli.tier import app as tier
+from pagoda.cli.top import top
 from pagoda.cli.usage import usage
 from pagoda.errors import PagodaError
 
@@ -37,6 +38,7 @@ app.command()(generate)
 app.command()(plan)
 app.command()(replay)
 app.command()(usage)
+app.command()(top)
 app.add_typer(tier)
 app.add_typer(kv)
 

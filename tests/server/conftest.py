@@ -33,22 +33,24 @@ class Live:
 
 
 @asynccontextmanager
-async def run_server(backend: Any, **options: Any) -> AsyncIterator[Live]:
-    """`backend` behind a real uvicorn on a free loopback port."""
-    sock = bind("127.0.0.1", 0)
+async def run_server(backend: Any, port: int = 0, **options: Any) -> AsyncIterator[Live]:
+    """`backend` behind a real uvicorn on a loopback port, by default a free one."""
+    sock = bind("127.0.0.1", port)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     server = DrainingServer(create_app(backend, **options), log_level="warning")
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:
         assert not serving.done(), serving.exception()
         await asyncio.sleep(0.005)
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
-    ):
-        yield Live(backend, server, url, http, client, serving)
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
+        ):
+            yield Live(backend, server, url, http, client, serving)
+    finally:
         server.should_exit = True
-    await serving
+        await serving
 
 
 @pytest.fixture

@@ -30,14 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serve(folder: Path, admin_key: str | None = None, **settings: Any) -> AsyncIterator[Live]:
+async def serve(folder: Path, admin_key: str | None = None, port: int = 0, **settings: Any) -> AsyncIterator[Live]:
     engine = Engine(
         str(folder),
         **{"dtype": "float32", "kv_memory": "600KiB", "max_num_seqs": 8, "token_budget": 64, "progress": False}
         | settings,
     )
     options = {"api_keys": ApiKeys(KEYS), "admin_key": admin_key, "served_model_names": ["tiny"], "drain_s": 1}
-    async with run_server(AsyncEngine(engine), **options) as live:
+    async with run_server(AsyncEngine(engine), port, **options) as live:
         yield live
 
 

@@ -11,6 +11,7 @@ const USES = {
   o: ["others'", "--others"],
 };
 const MAX_HEIGHT = 264;
+const HINT = "Point at a cell to see what it is.";
 const canvas = byId("map");
 let shown = null;
 let grid = null;
@@ -34,6 +35,7 @@ function draw() {
   let pitch = 24;
   while (pitch > 4 && Math.ceil(cells / Math.floor(width / pitch)) * pitch > MAX_HEIGHT) pitch -= 1;
   const columns = Math.max(1, Math.floor(width / pitch));
+  pitch = width / columns;
   const height = Math.ceil(cells / columns) * pitch;
   grid = { columns, pitch };
   const ratio = window.devicePixelRatio || 1;
@@ -46,10 +48,10 @@ function draw() {
   const colours = {};
   const colour = (variable) => (colours[variable] ??= style.getPropertyValue(variable));
   const byTenant = colourBy() === "tenant";
-  const side = pitch > 6 ? pitch - 2 : pitch - 1;
+  const side = Math.floor(pitch) - (pitch > 6 ? 2 : 1);
   for (let cell = 0; cell < cells; cell += 1) {
-    const x = (cell % columns) * pitch;
-    const y = Math.floor(cell / columns) * pitch;
+    const x = Math.round((cell % columns) * pitch);
+    const y = Math.round(Math.floor(cell / columns) * pitch);
     const use = shown.uses[cell];
     const full = use === "." ? 0 : shown.filled ? shown.filled[cell] / 100 : 1;
     context.fillStyle = colour("--free");
@@ -104,7 +106,8 @@ function tellCell(event) {
 export function watchMap(redraw) {
   canvas.addEventListener("pointermove", tellCell);
   canvas.addEventListener("pointerdown", tellCell);
-  canvas.addEventListener("pointerleave", () => (byId("cell").textContent = ""));
+  canvas.addEventListener("pointerleave", () => (byId("cell").textContent = HINT));
+  byId("cell").textContent = HINT;
   for (const input of document.querySelectorAll("input[name=colour]")) input.addEventListener("change", redraw);
   new ResizeObserver(draw).observe(canvas.parentElement);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -7,6 +7,7 @@ import { drawTree, watchTree } from "./tree.js";
 const EVERY_MS = 2000;
 const SLOWEST_MS = 10000;
 const KEPT = 150; // answers: five minutes
+const LEAST_SHOWN = 30; // answers that a line has room for
 const RECENT_MS = 60000;
 const REASONS = {
   evicted: "evicted",
@@ -30,6 +31,8 @@ async function poll() {
     if (answer.status === 401 || answer.status === 403) {
       say(key ? "The server does not know this key" : "The server asks for a key", "lost");
       byId("access").open = true;
+      byId("main").hidden = true;
+      history = [];
     } else if (!answer.ok) {
       throw new Error(`status ${answer.status}`);
     } else {
@@ -55,6 +58,7 @@ function take(state) {
   history.push({ at: performance.now(), state });
   if (history.length > KEPT) history.shift();
   byId("main").classList.remove("stale");
+  byId("main").hidden = false;
   say(state.viewer === "admin" ? "Live, everything shown" : "Live", "live");
   show();
 }
@@ -87,8 +91,8 @@ function showHits({ requests }) {
   byId("hit-note").textContent = asked
     ? `${percent(requests.hit_tokens - old.hit_tokens, asked)} in the last minute`
     : `of ${short(requests.query_tokens)} prompt tokens since the start`;
-  const rates = history.map(({ state }) => state.requests).map((each) => each.hit_tokens / (each.query_tokens || 1));
-  spark("hit-spark", rates, 1);
+  const answers = history.map(({ state }) => state.requests).filter((each) => each.query_tokens);
+  spark("hit-spark", answers.map((each) => each.hit_tokens / each.query_tokens), 1);
 }
 
 function showTtft(ttft) {
@@ -101,12 +105,13 @@ function showTtft(ttft) {
 
 function showPressure(pool, requests) {
   const held = pool.held / pool.total;
-  const level = held >= 0.9 ? "tight" : held >= 0.7 ? "busy" : "calm";
+  const level = held >= 0.9 ? "Tight" : held >= 0.7 ? "Busy" : "Calm";
   const big = byId("pressure");
-  big.textContent = `${percent(pool.held, pool.total)} ${level}`;
-  big.classList.toggle("tight", level === "tight");
+  big.textContent = level;
+  big.classList.toggle("tight", level === "Tight");
   byId("pressure-note").textContent =
-    `of ${count(pool.total)} blocks held, ${percent(pool.cached, pool.total)} cached; ${count(requests.preemptions)} preemptions`;
+    `${percent(pool.held, pool.total)} of ${count(pool.total)} blocks held, ${percent(pool.cached, pool.total)} cached; ` +
+    `${count(requests.preemptions)} preemptions`;
   const [heldBar, cachedBar] = byId("pressure-bar").children;
   heldBar.style.width = `${100 * held}%`;
   cachedBar.style.width = `${(100 * pool.cached) / pool.total}%`;
@@ -120,7 +125,7 @@ function showRequests({ pool, requests }) {
 }
 
 function spark(id, values, top) {
-  const step = 100 / Math.max(1, KEPT - 1);
+  const step = 100 / Math.max(LEAST_SHOWN, values.length - 1);
   const start = 100 - step * (values.length - 1);
   const points = values.map((value, index) => `${(start + index * step).toFixed(2)},${(23 - (22 * value) / top).toFixed(2)}`);
   byId(id).firstElementChild.setAttribute("points", points.join(" "));

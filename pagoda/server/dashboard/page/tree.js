@@ -9,6 +9,7 @@ import { byId, count, element, tenantName } from "./format.js";
 const ROW = 28;
 const MAX_ROWS = 12;
 const NARROW = 3;
+const HINT = "Widths go by blocks, shades by hits; an orange edge is held by a request or lease.";
 const SHADES = [1, 4, 16, 64]; // hits from which a darker shade begins
 const box = byId("tree");
 let current = 0; // the one node that Tab reaches
@@ -24,7 +25,7 @@ export function drawTree(runs, admin) {
   nodes.forEach((node, index) => fill(box.children[index], node, index, admin));
   if (!nodes.length) byId("run").textContent = "Nothing is cached yet.";
   else if (!box.contains(document.activeElement) && !box.matches(":hover")) {
-    byId("run").textContent = admin ? "" : "Texts are shown with the admin key.";
+    byId("run").textContent = `${HINT}${admin ? "" : " The admin key shows their texts."}`;
   }
 }
 
