@@ -141,7 +141,7 @@ def create_app(
     for router in (
         lease_router(engine, admin_key),
         usage_router(accounts, prices, admin_key),
-        overview_router(engine, recent, admin_key),
+        overview_router(served, recent, admin_key),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit_operator)])
     if admin_key is not None:

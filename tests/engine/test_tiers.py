@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pagoda.engine.core import EngineCore
+from pagoda.engine.outputs import MissReason, RequestStats, StepStats
 from pagoda.engine.params import SamplingParams
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
@@ -71,6 +72,36 @@ def test_a_restart_is_warm() -> None:
     assert ask(again, prompt(1)) == 56
     assert runner.num_computed == 4 + 4
     assert ask(again, [*prompt(1, 60)[:30], 1, 2, 3], "shorter") == 30
+
+
+def test_a_finished_request_says_why_it_missed_and_what_came_from_tiers() -> None:
+    class Watch:
+        def __init__(self) -> None:
+            self.finished: list[RequestStats] = []
+
+        def on_step(self, stats: StepStats) -> None: ...
+
+        def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None: ...
+
+        def on_finished(self, stats: RequestStats) -> None:
+            self.finished.append(stats)
+
+    core, _ = make_core(tiers=[(MemoryTier(1 << 20), THROUGH)])
+    watch = Watch()
+    core.observers.append(watch)
+    ask(core, prompt(1))
+    ask(core, prompt(1))
+    flushed(core).clear()
+    ask(core, prompt(1))
+    core.add("aborted", prompt(2), greedy(1))
+    core.abort("aborted")
+    told = [(each.miss_reason, each.num_restored_tokens, each.usage.num_hit_tokens) for each in watch.finished]
+    assert told == [
+        (MissReason.NEVER_SEEN, 0, 0),
+        (MissReason.NONE, 0, 59),
+        (MissReason.NONE, 56, 56),  # all that can be restored: whole blocks
+        (None, 0, 0),
+    ]
 
 
 def test_nothing_is_held_once_the_last_request_is_gone() -> None:

@@ -21,6 +21,7 @@ from pagoda.engine.admin import BlockMap, BlockUse, CacheAdmin, PrefixView, Tena
 from pagoda.server.admin import is_admin, prefix_report
 from pagoda.server.backend import Backend
 from pagoda.server.dashboard.recent import Recent
+from pagoda.server.openai.respond import Served
 from pagoda.server.tier_metrics import health_of
 
 MAX_CELLS = 2048
@@ -39,9 +40,9 @@ class _Look:
     prefixes: list[PrefixView]
 
 
-def overview_router(engine: Backend, recent: Recent, admin_key: str | None) -> APIRouter:
+def overview_router(served: Served, recent: Recent, admin_key: str | None) -> APIRouter:
     """The route, without its prefix. It expects the tenant in `request.state.namespace`."""
-    router = APIRouter()
+    router, engine = APIRouter(), served.engine
 
     @lru_cache(maxsize=4096)
     def text(tokens: tuple[int, ...]) -> str:
@@ -63,7 +64,7 @@ def overview_router(engine: Backend, recent: Recent, admin_key: str | None) -> A
                 "object": "kv.overview",
                 "viewer": "admin" if admin else "tenant",
                 "server": {
-                    "model": engine.model_name,
+                    "model": served.model_names[0],
                     "version": __version__,
                     "started": round(recent.started, 3),
                     "block_size": stats.block_size,

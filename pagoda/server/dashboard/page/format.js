@@ -24,7 +24,9 @@ export function bytes(value) {
 }
 
 export function percent(part, whole) {
-  return whole ? `${Math.round((100 * part) / whole)}%` : "–";
+  if (!whole) return "–";
+  const share = (100 * part) / whole;
+  return share > 0 && share < 0.5 ? "<1%" : `${Math.round(share)}%`;
 }
 
 export function seconds(value) {
