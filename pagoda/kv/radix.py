@@ -339,8 +339,8 @@ class RadixTree(RadixIndex):
         return self._cut(leaf, columns, ids), columns == first and columns > 0
 
     def _cut(self, leaf: Node, columns: int, ids: BlockIds) -> BlockIds:
-        """Take all but the first columns from a leaf; they hold `ids`."""
-        if ids.size:
+        """Take all but the first columns from a leaf; they hold `ids`, fewer than columns where windows slid past."""
+        if columns < leaf.blocks.shape[1]:
             self._queues.first.on_evict(leaf, columns * self.block_size)
             leaf.tokens = _head(leaf.tokens, columns * self.block_size)
             leaf.blocks = leaf.blocks[:, :columns].copy()
