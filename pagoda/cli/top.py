@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, Url, ask
-from pagoda.errors import ConfigError
+from pagoda.errors import PagodaError
 from pagoda.kv.sizes import format_size
 
 _USES = {"leased": "yellow", "shared": "green", "private": "blue", "cached": "cyan", "free": "bright_black"}
@@ -56,7 +56,7 @@ def top(
                 time.sleep(every)
                 try:
                     before, now = now, read()
-                except ConfigError as error:
+                except PagodaError as error:
                     live.update(Group(screen(before, now), Text(f"\n{error}", style="red")), refresh=True)
                     continue
                 live.update(screen(before, now), refresh=True)

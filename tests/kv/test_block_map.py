@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
+from pagoda.kv import block_map
 from pagoda.kv.ages import SAMPLED, BlockAges
 from pagoda.kv.block_map import NO_LABEL, BlockUse
 from pagoda.kv.books import Books
@@ -60,6 +62,15 @@ def test_cells_of_a_pool_that_they_do_not_divide() -> None:
     found = cache.block_map(3)
     assert (found.blocks_per_cell, found.filled.tolist()) == (4, [100, 100, 100])
     assert int(found.counts.sum()) == 11
+
+
+def test_of_a_very_large_pool_every_nth_block_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_map, "MAX_LOOKED_AT", 6)
+    cache = cache_of(12)
+    run(cache, seq(range(6 * SIZE)), Scope())
+    found = cache.block_map(3)
+    assert (found.blocks_per_cell, found.filled.tolist()) == (4, [100, 50, 0])
+    assert found.counts.tolist() == [6, 6, 0, 0, 0]
 
 
 def test_the_outline_has_the_most_hit_runs_and_their_parents() -> None:

@@ -58,6 +58,7 @@ class Browser:
         await self.devtools("Emulation.setDeviceMetricsOverride", **phone)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.devtools("Emulation.setEmulatedMedia", features=features)
+        await self.devtools("Emulation.setScrollbarsHidden", hidden=True)
 
     async def screenshot(self) -> bytes:
         shot = await self.devtools("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -1,6 +1,6 @@
 // The pool as a map of cells: by use, or by tenant.
 
-import { byId, count, element, percent, tenantName } from "./format.js";
+import { byId, count, element, percent, tell, tenantName } from "./format.js";
 
 const USES = {
   ".": ["free", "--free"],
@@ -100,14 +100,14 @@ function tellCell(event) {
   const use = USES[shown.uses[cell]][0];
   const owner = use === "free" || use === "others'" ? "" : `, ${tenantName(shown.tenants[shown.owners[cell]])}`;
   const full = shown.filled && use !== "free" ? `, ${shown.filled[cell]}% in use` : "";
-  byId("cell").textContent = `${range}: ${shown.blocks_per_cell === 1 ? "" : "mostly "}${use}${owner}${full}`;
+  tell("cell", `${range}: ${shown.blocks_per_cell === 1 ? "" : "mostly "}${use}${owner}${full}`);
 }
 
 export function watchMap(redraw) {
   canvas.addEventListener("pointermove", tellCell);
   canvas.addEventListener("pointerdown", tellCell);
-  canvas.addEventListener("pointerleave", () => (byId("cell").textContent = HINT));
-  byId("cell").textContent = HINT;
+  canvas.addEventListener("pointerleave", () => tell("cell", HINT));
+  tell("cell", HINT);
   for (const input of document.querySelectorAll("input[name=colour]")) input.addEventListener("change", redraw);
   new ResizeObserver(draw).observe(canvas.parentElement);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

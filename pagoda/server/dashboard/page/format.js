@@ -2,6 +2,12 @@
 
 export const byId = (id) => document.getElementById(id);
 
+// Live regions are read out when they change: what is there already must not be written again.
+export function tell(id, text) {
+  const place = byId(id);
+  if (place.textContent !== text) place.textContent = text;
+}
+
 export function count(value) {
   return value.toLocaleString("en");
 }

@@ -1,7 +1,7 @@
 // Asks the server every two seconds and shows what it says. Rates are differences between two answers.
 
 import { drawMap, watchMap } from "./blocks.js";
-import { bar, byId, bytes, count, element, percent, seconds, short, tenantName } from "./format.js";
+import { bar, byId, bytes, count, element, percent, seconds, short, tell, tenantName } from "./format.js";
 import { drawTree, watchTree } from "./tree.js";
 
 const EVERY_MS = 2000;
@@ -21,13 +21,17 @@ const REASONS = {
 let history = [];
 let failures = 0;
 let timer = 0;
+let asked = 0;
 
 async function poll() {
   clearTimeout(timer);
+  const mine = (asked += 1);
   const key = sessionStorage.getItem("key");
   try {
     const headers = key ? { "x-admin-key": key, "x-api-key": key } : {};
     const answer = await fetch("v1/kv/overview", { headers, cache: "no-store" });
+    const state = await answer.json();
+    if (mine !== asked) return; // the key was changed meanwhile
     if (answer.status === 401 || answer.status === 403) {
       say(key ? "The server does not know this key" : "The server asks for a key", "lost");
       byId("access").open = true;
@@ -36,10 +40,11 @@ async function poll() {
     } else if (!answer.ok) {
       throw new Error(`status ${answer.status}`);
     } else {
-      take(await answer.json());
+      take(state);
       failures = 0;
     }
   } catch {
+    if (mine !== asked) return;
     failures += 1;
     say("No answer, trying again", "lost");
     byId("main").classList.add("stale");
@@ -48,9 +53,8 @@ async function poll() {
 }
 
 function say(text, className) {
-  const status = byId("status");
-  if (status.textContent !== text) status.textContent = text;
-  status.className = className;
+  tell("status", text);
+  byId("status").className = className;
 }
 
 function take(state) {
@@ -100,7 +104,7 @@ function showTtft(ttft) {
     byId(`${kind}-p50`).textContent = seconds(ttft[kind].p50_s);
     byId(`${kind}-p95`).textContent = seconds(ttft[kind].p95_s);
   }
-  byId("ttft-note").textContent = `${ttft.cold.count} cold, ${ttft.warm.count} warm: half the prompt hit`;
+  byId("ttft-note").textContent = `of ${ttft.cold.count} cold and ${ttft.warm.count} warm requests`;
 }
 
 function showPressure(pool, requests) {

@@ -4,7 +4,7 @@
 //   [You are a helpful ...  ][Translate  ]
 //   [What is ...][Why ...   ]
 
-import { byId, count, element, tenantName } from "./format.js";
+import { byId, count, element, tell, tenantName } from "./format.js";
 
 const ROW = 28;
 const MAX_ROWS = 12;
@@ -23,9 +23,9 @@ export function drawTree(runs, admin) {
   while (box.children.length < nodes.length) box.append(element("button"));
   current = Math.min(current, Math.max(0, nodes.length - 1));
   nodes.forEach((node, index) => fill(box.children[index], node, index, admin));
-  if (!nodes.length) byId("run").textContent = "Nothing is cached yet.";
+  if (!nodes.length) tell("run", "Nothing is cached yet.");
   else if (!box.contains(document.activeElement) && !box.matches(":hover")) {
-    byId("run").textContent = `${HINT}${admin ? "" : " The admin key shows their texts."}`;
+    tell("run", `${HINT}${admin ? "" : " The admin key shows their texts."}`);
   }
 }
 
@@ -107,9 +107,9 @@ function describe(node) {
   return parts.join(", ") + (run.preview === undefined ? "" : `: ${quoted(run.preview)}`);
 }
 
-function tell(event) {
+function tellRun(event) {
   const index = [...box.children].indexOf(event.target);
-  if (index >= 0) byId("run").textContent = describe(nodes[index]);
+  if (index >= 0) tell("run", describe(nodes[index]));
 }
 
 function move(event) {
@@ -134,7 +134,7 @@ function move(event) {
 }
 
 export function watchTree(redraw) {
-  for (const kind of ["pointerover", "focusin", "click"]) box.addEventListener(kind, tell);
+  for (const kind of ["pointerover", "focusin", "click"]) box.addEventListener(kind, tellRun);
   box.addEventListener("focusin", (event) => (current = Math.max(0, [...box.children].indexOf(event.target))));
   box.addEventListener("keydown", move);
   let width = box.clientWidth;
