@@ -198,7 +198,8 @@ class EngineCore:
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
         if lease is not None:
-            request.explanation = Explanation(int(request.prompt.size), lease.num_hit_tokens, MissReason.NONE)
+            num_hit = lease.num_hit_tokens
+            request.explanation = Explanation(int(request.prompt.size), num_hit, num_hit, MissReason.NONE)
         self._requests[new_id] = request
 
     def _request(
@@ -329,6 +330,7 @@ class EngineCore:
     def _remember(self, request: Request) -> None:
         assert request.first_lease is not None, "a request is remembered once it runs"
         assert request.explanation is not None, "the scheduler asks before it starts a request"
+        request.explanation = self.cache.misses.settled(request.explanation, request.first_lease)
         past = Past(request.prompt, request.scope, request.first_lease, request.explanation)
         self.history.remember(request.request_id, past)
 

@@ -78,5 +78,5 @@ class History:
         if past is None or past.scope.namespace != namespace:
             return None
         self._cache.poll()  # a restore that is complete tells of itself when it is taken in
-        explanation = self._cache.misses.elsewhere(past.explanation, past.prompt, past.scope)
-        return explanation.with_restore(past.lease.restore_report)
+        explanation = past.explanation.with_restore(past.lease.restore_report)
+        return self._cache.misses.elsewhere(explanation, past.prompt, past.scope)

@@ -86,7 +86,7 @@ class KVCache(Books):
                 self._copy_tail(lease, tail)
             else:
                 self._adopt_tail(lease, tail)
-        lease.num_hit_tokens = lease.num_computed_tokens
+        lease.num_hit_tokens = lease.num_leading_tokens = lease.num_computed_tokens
         self._leases.add(lease)
         return lease
 
@@ -300,7 +300,7 @@ class KVCache(Books):
         """A second lease on the same blocks; whichever writes to a shared one first gets a copy (in `reserve`)."""
         twin = Lease(lease.scope, lease.lineage, [table.fork() for table in lease.tables], lease.prompt)
         twin.tier_use = lease.tier_use
-        twin.num_hit_tokens = lease.num_computed_tokens
+        twin.num_hit_tokens = twin.num_leading_tokens = lease.num_computed_tokens
         twin.num_computed_tokens = lease.num_computed_tokens
         twin.num_committed_blocks = lease.num_committed_blocks
         twin.is_detached = lease.is_detached

@@ -62,6 +62,7 @@ class Lease:
         tables: block tables, one per layer group, equally long.
         prompt: the tokens it was acquired for; what it is expected to compute and share.
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
+        num_leading_tokens: of those, the ones before the first that missed.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
         directives: the priorities of what it commits.
@@ -78,6 +79,7 @@ class Lease:
         "num_committed_blocks",
         "num_computed_tokens",
         "num_hit_tokens",
+        "num_leading_tokens",
         "owns_tail",
         "prompt",
         "released",
@@ -95,6 +97,7 @@ class Lease:
         self.tables = tables
         self.prompt = prompt
         self.num_hit_tokens = 0
+        self.num_leading_tokens = 0
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.owns_tail = False

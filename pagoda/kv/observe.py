@@ -3,6 +3,7 @@
     commit ──> a hash of everything up to each block      8 bytes a block, chained: parent's hash + the block's tokens
     evict  ──> a ghost under that hash                    the last 65,536, oldest forgotten first
     facts      the first missed block's hash ──> ghost?   else: a divergence? never seen
+    settled    tiers gave more ──> the same of the first block that missed then
     elsewhere  another scope of the tenant?               asked only by who wants to know: it looks into each
 
 `facts` are noted of every request, from the match that its admission made anyway. Only the tree's own scopes of the
@@ -13,6 +14,7 @@ at worst spoil an explanation.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -22,7 +24,7 @@ import numpy.typing as npt
 
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import RestoreReport
+from pagoda.kv.lease import Lease, RestoreReport
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import Match, TokenArray
 
@@ -35,6 +37,7 @@ class MissReason(StrEnum):
     """Why the first missed token missed."""
 
     NONE = "none"  # all but the last token hit, which is always computed
+    PARTIAL_BLOCK = "partial_block"  # tiers gave all whole blocks before the last token, and keep no others
     EVICTED = "evicted"
     LEASE_EXPIRED = "lease_expired"  # and evicted then
     RESTORE_FAILED = "restore_failed"  # a tier has it and could not give it
@@ -61,6 +64,9 @@ class Explanation:
     """How much of a prompt hit, and why not more.
 
     Attributes:
+        num_hit_tokens: of the device and of tiers.
+        missed_at: the position of the first token that missed, after what tiers gave. Less than `num_hit_tokens` where
+            tiers gave blocks that come after it.
         eviction: of the first missed block, if it was evicted.
         before, asked: tokens just before the first missed one, and from it on.
         cached: what the cache has there instead, if it diverged.
@@ -70,6 +76,7 @@ class Explanation:
 
     num_tokens: int
     num_hit_tokens: int
+    missed_at: int
     reason: MissReason
     eviction: Eviction | None = None
     before: tuple[int, ...] = ()
@@ -83,12 +90,12 @@ class Explanation:
         if report is None:
             return self
         reason = self.reason
+        if reason in (MissReason.NONE, MissReason.PARTIAL_BLOCK):
+            return replace(self, restore=report)
         if report.num_failed_blocks:
             reason = MissReason.RESTORE_FAILED
         elif report.num_restored_blocks < report.num_found_blocks or report.num_slower_blocks or report.skipped_tiers:
             reason = MissReason.RESTORE_SLOWER
-        elif report.num_restored_blocks == report.num_asked_blocks:
-            reason = MissReason.NONE
         return replace(self, reason=reason, restore=report)
 
 
@@ -128,35 +135,67 @@ class MissLog:
         Mutates nothing, and matches nothing again.
         """
         known = match.num_tokens
-        before = _ids(tokens[max(0, known - CONTEXT_TOKENS) : known])
-        asked = _ids(tokens[known : known + CONTEXT_TOKENS])
+        before, asked = _around(tokens, known)
 
         def because(reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = ()) -> Explanation:
-            return Explanation(tokens.size, known, reason, eviction, before, asked, cached)
+            return Explanation(int(tokens.size), known, known, reason, eviction, before, asked, cached)
 
         if known == tokens.size - 1:
             return because(MissReason.NONE)
-        ghost = self._ghost(tokens, scope, known, match.blocks)
+        index = known // self._tree.block_size
+        # A hit has the block before its end in every group.
+        name = int(self._hashes[match.blocks[0, index - 1]]) if index else 0
+        ghost = self._ghost(tokens, scope, index, name)
         if ghost is not None:
-            expired = ghost.lease_expired_at is not None
-            return because(MissReason.LEASE_EXPIRED if expired else MissReason.EVICTED, ghost)
+            return because(_gone(ghost), ghost)
         instead = self._tree.after(match, scope, CONTEXT_TOKENS)
         if instead.size and instead[0] != tokens[known]:
             return because(MissReason.DIVERGED, cached=_ids(instead))
         return because(MissReason.NEVER_SEEN)
 
-    def _ghost(self, tokens: TokenArray, scope: Scope, known: int, blocks: BlockIds) -> Eviction | None:
-        """The eviction of the block with the first missed token, if this very block was there."""
+    def settled(self, facts: Explanation, lease: Lease) -> Explanation:
+        """The facts of a prompt, told of the first token that missed after all that its lease hit.
+
+        Call when the prompt is computed: what its blocks were before is to be told, not what becomes of them later.
+        """
+        at, tokens, size = lease.num_leading_tokens, lease.prompt, self._tree.block_size
+        facts = replace(facts, num_hit_tokens=lease.num_hit_tokens)
+        if at <= facts.missed_at:
+            return facts
+        ghost = None
+        if at == tokens.size - 1:
+            reason = MissReason.NONE
+        elif at // size == (tokens.size - 1) // size:
+            reason = MissReason.PARTIAL_BLOCK
+        else:
+            ghost = self._ghost(tokens, lease.scope, at // size, self._name(tokens, lease.scope, at // size))
+            reason = MissReason.NEVER_SEEN if ghost is None else _gone(ghost)
+        before, asked = _around(tokens, at)
+        return Explanation(facts.num_tokens, lease.num_hit_tokens, at, reason, ghost, before, asked)
+
+    def _name(self, tokens: TokenArray, scope: Scope, num_blocks: int) -> int:
+        """The hash of a prefix of whole blocks."""
+        name = 0
+        roots = self._roots(tokens, scope)
+        for index in range(num_blocks):
+            name = self._next_name(tokens, roots, index, name)
+        return name
+
+    def _roots(self, tokens: TokenArray, scope: Scope) -> dict[int, Scope]:
+        return {segment.start: segment.scope for segment in self._tree.lineages.of(tokens, scope)}
+
+    def _next_name(self, tokens: TokenArray, roots: Mapping[int, Scope], index: int, name: int) -> int:
+        """The hash of a prefix up to and with a block, after that of what is before it."""
         size = self._tree.block_size
-        index = known // size
-        block = tokens[index * size : (index + 1) * size]
-        if block.size < size:
-            return None
-        roots = {segment.start: segment.scope for segment in self._tree.lineages.of(tokens, scope)}
-        # A hit has the block before its end in every group.
         root = roots.get(index * size)
-        parent = int(self._hashes[blocks[0, index - 1]]) if root is None else hash(root)
-        return self._ghosts.get(hash((parent, block.astype(np.int64, copy=False).tobytes())))
+        block = tokens[index * size : (index + 1) * size]
+        return hash((name if root is None else hash(root), block.astype(np.int64, copy=False).tobytes()))
+
+    def _ghost(self, tokens: TokenArray, scope: Scope, index: int, name: int) -> Eviction | None:
+        """The eviction of a block of a sequence, if this very block was there; `name` is that of all before it."""
+        if (index + 1) * self._tree.block_size > tokens.size:
+            return None
+        return self._ghosts.get(self._next_name(tokens, self._roots(tokens, scope), index, name))
 
     def elsewhere(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:
         """The facts of a prompt, or that another scope of its tenant has a block more. Some scopes are asked."""
@@ -166,11 +205,20 @@ class MissLog:
         for other in islice(self._tree.scopes(), MAX_SCOPES):
             if other.namespace != scope.namespace or other == scope:
                 continue
-            if self._tree.match(tokens[:-1], other).num_tokens >= facts.num_hit_tokens + self._tree.block_size:
+            if self._tree.match(tokens[:-1], other).num_tokens >= facts.missed_at + self._tree.block_size:
                 fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
                 differs = tuple(name for name, differs in fields.items() if differs)
                 return replace(facts, reason=MissReason.OTHER_SCOPE, differs=differs, cached=())
         return facts
+
+
+def _around(tokens: TokenArray, at: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens just before a position, and from it on."""
+    return _ids(tokens[max(0, at - CONTEXT_TOKENS) : at]), _ids(tokens[at : at + CONTEXT_TOKENS])
+
+
+def _gone(ghost: Eviction) -> MissReason:
+    return MissReason.EVICTED if ghost.lease_expired_at is None else MissReason.LEASE_EXPIRED
 
 
 def _ids(tokens: TokenArray) -> tuple[int, ...]:

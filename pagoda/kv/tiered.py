@@ -139,6 +139,8 @@ class TieredCache(KVCache):
             for table, payload in zip(lease.tables, groups, strict=True):
                 self._io.import_block(int(table.ids[index]), payload)
             del restore.arrived[index]
+        if lease.num_leading_tokens == lease.num_computed_tokens:  # nothing was computed yet
+            lease.num_leading_tokens += num_tokens
         lane = run[0][0]
         self._source = lane
         self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)

@@ -34,6 +34,7 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, 
     report: dict[str, Any] = {
         "prompt_tokens": explanation.num_tokens,
         "hit_tokens": explanation.num_hit_tokens,
+        "missed_at": explanation.missed_at,
         "reason": explanation.reason,
         "text_before": text(explanation.before),
         "text_asked": text(explanation.asked),

@@ -32,9 +32,45 @@ def ask(core: EngineCore, tokens: list[int], name: str = "r", use: TierUse = PAT
 def test_what_a_tier_gave_is_no_miss(faults: Faults) -> None:
     core, _, _ = warm_core(faults)
     told = ask(core, prompt(0))
-    assert (told.reason, told.num_hit_tokens) == (MissReason.NONE, 0)
+    assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.NONE, 400, 400)
+    assert told.before == tuple(prompt(0)[384:400])
     assert told.restore is not None
     assert told.restore.num_restored_blocks == NUM_BLOCKS
+
+
+def test_whole_blocks_are_all_that_tiers_give(faults: Faults) -> None:
+    core, _, _ = warm_core(faults)
+    told = ask(core, prompt(0)[:399])
+    assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.PARTIAL_BLOCK, 396, 396)
+    assert (told.before, told.asked) == (tuple(prompt(0)[380:396]), tuple(prompt(0)[396:399]))
+
+
+def test_the_first_miss_is_the_one_after_what_tiers_gave(faults: Faults) -> None:
+    core, _, _ = warm_core(faults)
+    ask(core, [*prompt(0)[:6], *prompt(7)[:99]])
+    core.cache.evict(1000)
+    ask(core, [*prompt(0)[:6], *prompt(8)[:99]], "device")
+    tokens = [*prompt(0)[:200], *prompt(9)[:99]]
+    told = ask(core, tokens, "later")
+    assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.NEVER_SEEN, 200, 200)
+    assert (told.before, told.asked) == (tuple(tokens[184:200]), tuple(tokens[200:216]))
+    assert told.cached == ()
+    # What was evicted from the device and is in no tier is told as that, also after a restore.
+    core.cache.evict(1000)
+    use = TierUse(wait_s=float("inf"), max_restored_tokens=100)
+    told = ask(core, tokens, "last", use)
+    assert (told.reason, told.missed_at) == (MissReason.EVICTED, 100)
+    assert told.eviction is not None
+
+
+def test_what_came_from_the_back_hits_after_the_first_miss(faults: Faults) -> None:
+    core, _, _ = warm_core(faults)
+    faults.delay_s = 0.03
+    told = ask(core, prompt(0), use=TierUse())
+    assert told.restore is not None
+    assert told.num_hit_tokens == 4 * told.restore.num_restored_blocks
+    assert told.missed_at <= told.num_hit_tokens
+    assert told.asked == tuple(prompt(0)[told.missed_at : told.missed_at + 16])
 
 
 def test_a_tier_that_cannot_give_what_it_has_is_the_reason(faults: Faults) -> None:

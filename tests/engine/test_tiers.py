@@ -99,7 +99,7 @@ def test_a_finished_request_says_why_it_missed_and_what_came_from_tiers() -> Non
     assert told == [
         (MissReason.NEVER_SEEN, 0, 0),
         (MissReason.NONE, 0, 59),
-        (MissReason.NONE, 56, 56),  # all that can be restored: whole blocks
+        (MissReason.PARTIAL_BLOCK, 56, 56),  # all that can be restored: whole blocks
         (None, 0, 0),
     ]
 

@@ -111,7 +111,7 @@ def test_another_salt_of_the_same_tenant() -> None:
 def test_nothing_is_told_of_another_tenant() -> None:
     bench = LeaseBench()
     bench.run(PROMPT, Scope("other"))
-    assert explain(bench, PROMPT) == Explanation(14, 0, MissReason.NEVER_SEEN, asked=tuple(PROMPT.tolist()), before=())
+    assert explain(bench, PROMPT) == Explanation(14, 0, 0, MissReason.NEVER_SEEN, asked=tuple(PROMPT.tolist()), before=())
     bench.flood()  # evicts the other's
     assert bench.cache.lookup(PROMPT, Scope("other")).num_tokens == 0
     told = explain(bench, PROMPT)

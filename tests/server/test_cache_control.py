@@ -129,6 +129,7 @@ async def test_each_cause_is_told_in_the_answer_and_later(folder: Path) -> None:
         told = other["pagoda"]["explain"]
         assert told["reason"] == "diverged"
         assert told["hit_tokens"] == other["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        assert told["missed_at"] == told["hit_tokens"]
         assert told["text_before"].endswith("At ")
         assert (told["text_asked"][:2], told["text_cached"][:2]) == ("du", "da")
         assert "pagoda" not in await post(live, "/v1/chat/completions", chat("At noon?"), **{"X-Pagoda-Explain": "0"})

@@ -14,6 +14,7 @@ const REASONS = {
   lease_expired: "lease ran out, then evicted",
   restore_failed: "a tier failed to give it",
   restore_slower: "computing was faster than a tier",
+  partial_block: "less than a block",
   other_scope: "cached in another scope",
   diverged: "the prompt goes on differently",
   never_seen: "never seen before",
