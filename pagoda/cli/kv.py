@@ -67,15 +67,17 @@ def tree(
     console = Console(highlight=False)
     scope: tuple[str, ...] = ()
     for each in answer["data"]:
-        if scope != (scope := (each["tenant"], each["cache_salt"], each["adapter"])):
-            salt = f", salt {escape(each['cache_salt'])}" if each["cache_salt"] else ""
+        if scope != (scope := (each["tenant"], each.get("cache_salt", ""), each["adapter"])):
+            salt = f", salt {escape(scope[1])}" if scope[1] else ""
             adapter = f", adapter {escape(each['adapter'])}" if each["adapter"] else ""
             console.print(f"[bold]{_name(each['tenant'])}[/]{salt}{adapter}")
         notes = [f"{each['num_tokens']:,} tokens", f"{each['num_hits']:,} hits"]
         notes += [f"{each['num_held']:,} blocks held"] if each["num_held"] else []
-        text = escape(json.dumps(each["preview"], ensure_ascii=False))
+        text = escape(json.dumps(each["preview"], ensure_ascii=False)) if "preview" in each else ""
         indent = "  " * (each["level"] + 1)
         console.print(f"{indent}[dim]{', '.join(notes)}[/] {text}", no_wrap=True, overflow="ellipsis")
+    if any("preview" not in each for each in answer["data"]):
+        console.print("[dim]Where there are no API keys, texts and salts are shown with the admin key only.[/]")
     if answer["has_more"]:
         console.print(f"[dim]... more than {limit} prefixes: see --limit[/]")
 

@@ -2,7 +2,8 @@
 
     GET    /kv/leases        a tenant's own leases; everybody's with the admin key
     DELETE /kv/leases/{id}   end one, of one's own or with the admin key any
-    GET    /kv/tree          the cached prefixes, with previews of their text: one's own, or with the admin key all
+    GET    /kv/tree          the cached prefixes, with previews of their text: one's own, or with the admin key all;
+                             without API keys and without the admin key no texts and no salts
     GET    /kv               usage by tenant                               ─┐
     POST   /kv/pin           keep a cached prefix                           │ with the admin key only
     POST   /kv/purge         forget a tenant, a prefix, or a request's      │
@@ -15,8 +16,6 @@ The admin key comes in the header `X-Admin-Key`; a server without one has no suc
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.admin import CacheAdmin, PrefixView
 from pagoda.errors import InvalidRequest, LeaseRefused
+from pagoda.server.auth import is_admin, require_admin
 from pagoda.server.backend import Backend, Scope, Tokenizer
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
@@ -33,7 +33,6 @@ from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
 
 MAX_PREFIXES = 10_000
-ADMIN_HEADER = "x-admin-key"
 
 
 class PinFields(PrefixFields):
@@ -71,9 +70,14 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
             raise HttpError(403, "admin_key_required", "Others' prefixes are only shown with the admin key.")
         whose = tenant if own is None else own
         found = await engine.manage(lambda cache: cache.prefixes(whose, limit + 1))
-        data = await asyncio.to_thread(
-            lambda: [prefix_report(each, _preview(each, engine.tokenizer)) for each in found[:limit]]
-        )
+        if own == "":  # whoever asks shares this tenant with everybody, who keep apart by their salts
+            data = [prefix_report(each, None) for each in found[:limit]]
+            for each in data:
+                del each["cache_salt"]
+        else:
+            data = await asyncio.to_thread(
+                lambda: [prefix_report(each, _preview(each, engine.tokenizer)) for each in found[:limit]]
+            )
         return JSONResponse({"object": "list", "data": data, "has_more": len(found) > limit})
 
     @router.delete("/kv/leases/{lease_id}")
@@ -158,22 +162,6 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
         return JSONResponse({"freed_blocks": await engine.manage(lambda cache: cache.clear())})
 
     return router
-
-
-def require_admin(admin_key: str) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that refuses whoever has not the admin key."""
-
-    async def check(request: Request) -> None:
-        if not is_admin(request, admin_key):
-            raise HttpError(403, "admin_key_required", "Send the server's admin key in the header X-Admin-Key.")
-
-    return check
-
-
-def is_admin(request: Request, admin_key: str | None) -> bool:
-    """Whether a request has the admin key."""
-    given = request.headers.get(ADMIN_HEADER, "")
-    return admin_key is not None and hmac.compare_digest(given.encode(), admin_key.encode())
 
 
 def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:

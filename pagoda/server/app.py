@@ -13,9 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
 from pagoda.server.access_log import AccessLog
-from pagoda.server.admin import admin_router, is_admin, lease_router, require_admin
+from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
-from pagoda.server.auth import ApiKeys, key_name
+from pagoda.server.auth import ApiKeys, is_admin, key_name, require_admin
 from pagoda.server.backend import Backend
 from pagoda.server.caches import cache_router
 from pagoda.server.dashboard import Recent, overview_router, page_router
@@ -135,7 +135,7 @@ def create_app(
         openai_router(served, max_body_bytes),
         anthropic_router(served, max_body_bytes),
         cache_router(served, max_body_bytes),
-        explain_router(engine),
+        explain_router(engine, admin_key),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
     for router in (

@@ -1,17 +1,21 @@
-"""API keys, and the tenant each one speaks for. The tenant becomes `Scope.namespace`: tenants never share KV."""
+"""API keys and the tenant each one speaks for, its `Scope.namespace`: tenants never share KV. And the admin key."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from fastapi import Request
 
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.server.errors import HttpError
+
+ADMIN_HEADER = "x-admin-key"
 
 
 class ApiKeys:
@@ -144,3 +148,19 @@ def _line_pairs(text: str) -> list[tuple[str, str]]:
             raise ConfigError(f"line {number} must be KEY or KEY TENANT")
         pairs.append((words[0], words[1] if len(words) == 2 else _own_tenant(words[0])))
     return pairs
+
+
+def require_admin(admin_key: str) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that refuses whoever has not the admin key."""
+
+    async def check(request: Request) -> None:
+        if not is_admin(request, admin_key):
+            raise HttpError(403, "admin_key_required", "Send the server's admin key in the header X-Admin-Key.")
+
+    return check
+
+
+def is_admin(request: Request, admin_key: str | None) -> bool:
+    """Whether a request has the admin key."""
+    given = request.headers.get(ADMIN_HEADER, "")
+    return admin_key is not None and hmac.compare_digest(given.encode(), admin_key.encode())

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.outputs import Explanation, RequestOutput
+from pagoda.server.auth import is_admin
 from pagoda.server.backend import Backend, CacheAdmin, Tokenizer
 from pagoda.server.errors import HttpError
 from pagoda.server.leases import lease_report
@@ -25,8 +26,11 @@ def wants_explanation(request: Request) -> bool:
     return request.headers.get(HEADER, "0") not in ("", "0", "false")
 
 
-def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, Any]:
-    """An explanation for its own tenant, with the texts around the first token that missed."""
+def explain_report(explanation: Explanation, tokenizer: Tokenizer, *, for_admin: bool = False) -> dict[str, Any]:
+    """An explanation for its own tenant, with the texts around the first token that missed.
+
+    What the whole pool held then, others' blocks with it, is for the operator.
+    """
 
     def text(tokens: tuple[int, ...]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=False)
@@ -49,10 +53,13 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer) -> dict[str, 
         report["eviction"] = {
             "policy": eviction.policy,
             "seconds_ago": _age(eviction.at),
-            "evicted_blocks": eviction.num_evicted,
-            "held_blocks": eviction.num_held,
-            "leased_blocks": eviction.num_leased,
         }
+        if for_admin:
+            report["eviction"] |= {
+                "evicted_blocks": eviction.num_evicted,
+                "held_blocks": eviction.num_held,
+                "leased_blocks": eviction.num_leased,
+            }
         if eviction.lease_expired_at is not None:
             report["eviction"]["lease_expired_seconds_ago"] = _age(eviction.lease_expired_at)
     return report
@@ -86,7 +93,7 @@ def _age(at: float) -> float:
     return round(time.monotonic() - at, 3)
 
 
-def explain_router(engine: Backend) -> APIRouter:
+def explain_router(engine: Backend, admin_key: str | None) -> APIRouter:
     """The route, without its prefix. It expects the tenant in `request.state.namespace`."""
     router = APIRouter()
 
@@ -96,7 +103,8 @@ def explain_router(engine: Backend) -> APIRouter:
         for name in (request_id, f"{request_id}-{prompt}"):
             explanation = await engine.manage(partial(_explanation, name, request.state.namespace))
             if explanation is not None:
-                return JSONResponse({"id": request_id, **explain_report(explanation, engine.tokenizer)})
+                report = explain_report(explanation, engine.tokenizer, for_admin=is_admin(request, admin_key))
+                return JSONResponse({"id": request_id, **report})
         raise HttpError(404, "not_found", f"Request {request_id[:200]!r} is not among your last ones on this server.")
 
     return router

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Tokenizer
+from pagoda.server.faults import first_fault
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.schema import MAX_SALT_CHARS
 
@@ -62,9 +63,7 @@ def validate_fields(kind: type[F], fields: Mapping[str, Any]) -> F:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = str(fault["loc"][0]) if fault["loc"] else None
-        raise InvalidRequest(f"{param}: {fault['msg']}", param=param) from None
+        raise first_fault(error, fields) from None
 
 
 def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagoda.server.admin import is_admin
+from pagoda.server.auth import is_admin
 from pagoda.server.ledger import Counts, Ledger
 from pagoda.server.prices import Prices
 

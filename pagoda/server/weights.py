@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pagoda.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
+from pagoda.server.faults import first_fault
 from pagoda.server.openai.respond import Served
 
 M = TypeVar("M", bound=BaseModel)
@@ -80,8 +81,8 @@ def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
 
 
 def _parse(kind: type[M], body: bytes) -> M:
+    fields = parse_object(body)
     try:
-        return kind.model_validate(parse_object(body))
+        return kind.model_validate(fields)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InvalidRequest(f"{fault['loc'][0]}: {fault['msg']}", param=str(fault["loc"][0])) from None
+        raise first_fault(error, fields) from None

@@ -30,13 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serve(folder: Path, admin_key: str | None = None, port: int = 0, **settings: Any) -> AsyncIterator[Live]:
+async def serve(
+    folder: Path, admin_key: str | None = None, port: int = 0, *, keys: bool = True, **settings: Any
+) -> AsyncIterator[Live]:
     engine = Engine(
         str(folder),
         **{"dtype": "float32", "kv_memory": "600KiB", "max_num_seqs": 8, "token_budget": 64, "progress": False}
         | settings,
     )
-    options = {"api_keys": ApiKeys(KEYS), "admin_key": admin_key, "served_model_names": ["tiny"], "drain_s": 1}
+    options = {
+        "api_keys": ApiKeys(KEYS) if keys else None,
+        "admin_key": admin_key,
+        "served_model_names": ["tiny"],
+        "drain_s": 1,
+    }
     async with run_server(AsyncEngine(engine), port, **options) as live:
         yield live
 
@@ -122,7 +129,7 @@ async def post(live: Live, path: str, body: dict[str, Any], key: str = "sk-a", *
 
 
 async def test_each_cause_is_told_in_the_answer_and_later(folder: Path) -> None:
-    async with serve(folder) as live:
+    async with serve(folder, admin_key="root") as live:
         new = await post(live, "/v1/chat/completions", chat("At dawn?"))
         assert new["pagoda"]["explain"]["reason"] == "never_seen"
         other = await post(live, "/v1/chat/completions", chat("At dusk?"))
@@ -136,7 +143,12 @@ async def test_each_cause_is_told_in_the_answer_and_later(folder: Path) -> None:
         await flood(live)
         gone = await post(live, "/v1/chat/completions", chat("At dawn?"))
         assert gone["pagoda"]["explain"]["reason"] == "evicted"
-        assert gone["pagoda"]["explain"]["eviction"]["evicted_blocks"] >= 1
+        assert set(gone["pagoda"]["explain"]["eviction"]) == {"policy", "seconds_ago"}  # not what others have
+        path, keys = f"/v1/kv/explain/{gone['id']}", {"x-api-key": "sk-a"}
+        assert "held_blocks" not in (await live.http.get(path, headers=keys)).json()["eviction"]
+        pressure = (await live.http.get(path, headers=keys | {"x-admin-key": "root"})).json()["eviction"]
+        assert pressure["evicted_blocks"] >= 1
+        assert {"held_blocks", "leased_blocks"} <= pressure.keys()
 
         later = await live.http.get(f"/v1/kv/explain/{other['id']}", headers={"x-api-key": "sk-a"})
         assert later.json() == {"id": other["id"], **told}

@@ -176,6 +176,14 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"stream": True, "stream_options": []}, "stream_options", "dictionary"),
     ({"model": 3}, "model", "string"),
+    ({"kv_retention": {"ranges": [{"token_start": 0}]}}, "kv_retention.ranges[0].priority", "is required"),
+    ({"kv_retention": {"ranges": [{"start": 0}]}}, "kv_retention.ranges[0].token_start", "is required"),
+    ({"kv_retention": {"ranges": [{"token_start": 0, "priority": "x"}]}}, "kv_retention.ranges[0].priority", "integer"),
+    ({"kv_retention": {"decode": 1}}, "kv_retention.decode", "no field"),
+    ({"tiers": {"store": 1}}, "tiers.store", "boolean"),
+    ({"stop": ["a", 5]}, "stop", "string"),
+    ({"cache_sallt": "x"}, "cache_sallt", "is cache_salt meant?"),
+    ({"kv_retentions": {}}, "kv_retentions", "is kv_retention meant?"),
 ]
 COMPLETION_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt", "1 to 1024"),

@@ -58,6 +58,19 @@ async def test_the_tree_shows_ones_own_texts_and_the_operator_all(folder: Path) 
         assert (await live.http.get("/v1/kv/tree?limit=0", headers=A)).status_code in (400, 422)
 
 
+@pytest.mark.parametrize("admin_key", [None, "root"])
+async def test_without_api_keys_the_tree_shows_nobodys_texts_or_salts(folder: Path, admin_key: str | None) -> None:
+    async with serve(folder, keys=False, admin_key=admin_key) as live:
+        body = {"prompt": "The tide turns at the harbour. " * 3, "max_tokens": 1, "cache_salt": "mine"}
+        assert (await live.http.post("/v1/completions", json=body)).status_code == 200
+        answer = await live.http.get("/v1/kv/tree")
+        assert len(answer.json()["data"]) == 1
+        assert answer.json()["data"][0].keys().isdisjoint({"preview", "cache_salt"})
+        assert "mine" not in answer.text
+        shown = (await live.http.get("/v1/kv/tree", headers=ADMIN)).json()["data"]
+        assert ("preview" in shown[0]) == (admin_key is not None)
+
+
 async def test_a_tenant_is_purged_leases_caches_and_all(folder: Path) -> None:
     async with serve(folder, admin_key="root") as live:
         await ask(live, "At dawn?", control={"type": "ephemeral"})

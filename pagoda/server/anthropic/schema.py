@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
-from pagoda.server.openai.schema import MAX_SALT_CHARS, Int32, StopString, TierOptions
+from pagoda.server.faults import check_spelling, first_fault
+from pagoda.server.openai.schema import MAX_SALT_CHARS, OWN_FIELDS, Int32, StopString, TierOptions
 
 # A known field that would change the answer if it were ignored -> the `type`s of it that ask for nothing special.
 _UNSUPPORTED: dict[str, tuple[str, ...]] = {
@@ -77,9 +78,8 @@ def validate(kind: type[P], fields: Mapping[str, Any]) -> P:
         value = fields.get(name)
         if value and not (isinstance(value, dict) and value.get("type") in harmless):
             raise InvalidRequest(f"{name}: not supported by this server", param=name)
+    check_spelling(fields, kind.model_fields, (name for name in OWN_FIELDS if name in kind.model_fields))
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = str(fault["loc"][0])
-        raise InvalidRequest(f"{param}: {fault['msg']}", param=param) from None
+        raise first_fault(error, fields) from None

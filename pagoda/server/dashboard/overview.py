@@ -18,7 +18,8 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda import __version__
 from pagoda.engine.admin import BlockMap, BlockUse, CacheAdmin, PrefixView, TenantUsage
-from pagoda.server.admin import is_admin, prefix_report
+from pagoda.server.admin import prefix_report
+from pagoda.server.auth import is_admin
 from pagoda.server.backend import Backend
 from pagoda.server.dashboard.recent import Recent
 from pagoda.server.openai.respond import Served

@@ -1,6 +1,7 @@
 """The request fields, their types and bounds, and how they become SamplingParams.
 
-Unknown fields are ignored, as clients send many that change nothing here. A known field that would change the answer if
+Unknown fields are ignored, as clients send many that change nothing here, but not those that are nearly one of
+Pagoda's own. A known field that would change the answer if
 it were ignored is refused: see `UNSUPPORTED`.
 """
 
@@ -15,6 +16,7 @@ from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
+from pagoda.server.faults import check_spelling, first_fault
 from pagoda.server.openai.breakpoints import PromptCacheOptions
 
 MAX_STOP_CHARS = 1024
@@ -50,6 +52,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "prompt_embeds": (),
 }
+
+# Fields beyond OpenAI's and Anthropic's whose loss would go unnoticed: a misspelt one is refused.
+OWN_FIELDS = ("cache_salt", "tiers", "cached_content", "kv_retention", "prompt_cache_retention", "prompt_cache_options")
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -238,10 +243,11 @@ def validate(kind: type[R], fields: Mapping[str, Any]) -> R:
     if fields.get("tool_choice") not in (None, "none", "auto"):
         message = "tool_choice may only be 'none' or 'auto': this server cannot force or parse tool calls."
         raise HttpError(400, "unsupported_parameter", message, param="tool_choice")
+    check_spelling(fields, kind.model_fields, OWN_FIELDS)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _first_fault(error) from None
+        raise first_fault(error, fields) from None
 
 
 def check_token_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
@@ -260,15 +266,3 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> dict[int, float
         raise InvalidRequest("logit_bias maps token ids, written as strings, to numbers", param="logit_bias")
     ids = check_token_ids([int(key) for key in biases], vocab_size, "logit_bias")
     return dict(zip(ids, biases.values(), strict=True))
-
-
-def _first_fault(error: ValidationError) -> InvalidRequest:
-    """The first field at fault; a union's alternatives are one fault."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    param = str(faults[0]["loc"][0])
-    if faults[0]["type"] == "missing":
-        return InvalidRequest(f"{param} is required", param=param)
-    messages = dict.fromkeys(
-        fault["msg"].removeprefix("Input should be ") for fault in faults if fault["loc"][0] == param
-    )
-    return InvalidRequest(f"{param} should be {' or '.join(messages)}", param=param)

@@ -1,0 +1,66 @@
+"""What pydantic says of a body, as one fault that names the field by its full path: `ranges[0].priority`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from pagoda.errors import InvalidRequest
+
+_SHOULD_BE = "Input should be "
+_NEAR = 0.85  # of difflib: prompt_cache_key, which is a field of OpenAI's, is less like any of ours
+
+
+def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidRequest:
+    """The first field at fault; a union's alternatives are one fault of the field that may be any of them."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    first = faults[0]
+    path, is_union = _path(first["loc"], fields, is_missing=first["type"] == "missing")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".") or None
+    match first:
+        case {"type": "missing"}:
+            message = f"{name} is required"
+        case {"type": "extra_forbidden"}:
+            message = f"{name} is no field that is known here"
+        case {"msg": str(said)} if not is_union and not said.startswith(_SHOULD_BE):
+            message = f"{name}: {said}"
+        case _:
+            same = [each for each in faults if _path(each["loc"], fields) == (path, is_union)]
+            said = " or ".join(dict.fromkeys(each["msg"].removeprefix(_SHOULD_BE) for each in same))
+            message = f"{name} should be {said}"
+    return InvalidRequest(message, param=name)
+
+
+def check_spelling(fields: Iterable[str], known: Container[str], own: Iterable[str]) -> None:
+    """Refuse a field that is nearly one of `own`: ignored, what it was to ask for would silently not happen.
+
+    Raises:
+        InvalidRequest: with the field that was probably meant.
+    """
+    wanted = list(own)
+    for name in fields:
+        if name not in known and (near := get_close_matches(name, wanted, n=1, cutoff=_NEAR)):
+            raise InvalidRequest(f"{name[:100]} is no field that is known here: is {near[0]} meant?", param=name[:100])
+
+
+def _path(
+    loc: Sequence[int | str], fields: Mapping[str, Any], *, is_missing: bool = False
+) -> tuple[tuple[int | str, ...], bool]:
+    """The part of a location that is in the body, up to a union's name for an alternative; and whether it had one."""
+    path: list[int | str] = []
+    value: Any = fields
+    for place, part in enumerate(loc):
+        if isinstance(value, Mapping):
+            is_here = part in value or (is_missing and place == len(loc) - 1)
+            below = value.get(part)
+        else:
+            is_here = isinstance(value, list) and isinstance(part, int)
+            below = value[part] if isinstance(part, int) and is_here and part < len(value) else None
+        if not is_here:
+            return tuple(path), True
+        path.append(part)
+        value = below
+    return tuple(path), False
