@@ -20,8 +20,8 @@ from pagoda.errors import ConfigError
 
 def _apply(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
-        known = {name: param.name for param in context.command.params for name in _names(param)}
-        context.default_map = _load(path, known)
+        known = {name: param for param in context.command.params for name in _names(param)}
+        context.default_map = _load(path, known, context)
     return path
 
 
@@ -44,7 +44,7 @@ def _names(param: Any) -> list[str]:
     return [name.removeprefix("--") for name in param.opts if name.startswith("--") and name != "--config"]
 
 
-def _load(path: Path, known: dict[str, str]) -> dict[str, Any]:
+def _load(path: Path, known: dict[str, Any], context: typer.Context) -> dict[str, Any]:
     """The file's values by parameter. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text())
@@ -55,4 +55,9 @@ def _load(path: Path, known: dict[str, str]) -> dict[str, Any]:
             raise ConfigError(f"the configuration {path} has {name!r}; the options are {', '.join(known)}")
         if isinstance(value, dict):
             raise ConfigError(f"the configuration {path} has a table {name!r}; options are values or lists")
-    return {known[name]: value for name, value in values.items()}
+        try:
+            known[name].process_value(context, value)
+        except (ConfigError, typer.BadParameter) as error:
+            why = error.message if isinstance(error, typer.BadParameter) else error
+            raise ConfigError(f"the configuration {path} has a wrong value for {name!r}: {why}") from None
+    return {known[name].name: value for name, value in values.items()}

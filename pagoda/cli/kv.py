@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, Url, ask, print_json
+from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, RefusedError, Url, ask, print_json
+from pagoda.cli.tables import print_tables
 from pagoda.errors import ConfigError
 
 Tenant = Annotated[str, typer.Option(help="Whose. Empty where the server has no API keys.")]
@@ -40,14 +41,14 @@ def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = Fal
     table = _table("tenant", "blocks", "leased")
     for each in usage["tenants"]:
         table.add_row(_name(each["tenant"]), f"{each['num_blocks']:,}", f"{each['num_leased_blocks']:,}")
-    console.print(table)
+    print_tables(console, table)
     if leases:
         table = _table("lease", "tokens", "blocks", "ends in", texts=("tenant", "name"))
         for each in leases:
             left = "never" if each["remaining_s"] is None else f"{each['remaining_s']:,.0f} s"
             figures = each["id"], f"{each['num_tokens']:,}", f"{each['num_blocks']:,}", left
             table.add_row(*figures, _name(each["tenant"]), escape(each["name"]))
-        console.print(table)
+        print_tables(console, table)
 
 
 @app.command()
@@ -94,7 +95,12 @@ def pin(
 ) -> None:
     """Keep a cached prefix until it is unpinned."""
     body = {"tenant": tenant, "cache_salt": cache_salt, **_prefix(prompt, messages)}
-    answer = ask("POST", "/v1/kv/pin", url=url, admin_key=admin_key, json=body)
+    try:
+        answer = ask("POST", "/v1/kv/pin", url=url, admin_key=admin_key, json=body)
+    except RefusedError as error:
+        if tenant:
+            raise
+        raise RefusedError(f"{error} Where there are API keys, --tenant says whose prefix it is.") from None
     if as_json:
         return print_json(answer)
     print(f"pinned {answer['num_tokens']:,} tokens in {answer['num_blocks']:,} blocks: lease {answer['id']}")
@@ -124,7 +130,10 @@ def purge(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Forget a tenant's cache, what begins with a prefix, or what a request left; pinned and leased or not."""
+    """Forget a tenant's cache, what begins with a prefix, or what a request left; pinned and leased or not.
+
+    Of a whole tenant, what the pool has is deleted from tiers too; what only a tier has stays: see pagoda tier purge.
+    """
     body: dict[str, Any] = {"request_id": request} if request is not None else {"tenant": tenant}
     what = f"request {request}" if request is not None else f"tenant {tenant!r}"
     if request is None and (prompt is not None or messages is not None):

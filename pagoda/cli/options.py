@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagoda.engine.aio import AsyncEngine
@@ -12,6 +15,31 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2"
 _MEMORY = "Memory and batching"
+
+
+def _check_size(size: str | None) -> str | None:
+    from pagoda.kv.sizes import parse_size
+
+    if size is not None:
+        _check("--kv-memory", parse_size, size)
+    return size
+
+
+def _check_tiers(specs: list[str] | None) -> list[str] | None:
+    for spec in specs or ():
+        from pagoda.kv.tiers.spec import parse_tier
+
+        _check("--tier", parse_tier, spec)
+    return specs
+
+
+def _check(option: str, parse: Callable[[str], object], text: str) -> None:
+    """Read a value now, while it is known which option has it."""
+    try:
+        parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
 
 Model = Annotated[
     str, typer.Argument(help="smollm2, a Hugging Face folder or hub id, or a GGUF file.", show_default=True)
@@ -21,6 +49,7 @@ KvMemory = Annotated[
     typer.Option(
         "--kv-memory",
         metavar="SIZE",
+        callback=_check_size,
         help="KV cache size, such as 512MiB or 2GiB. [default: a safe share of free memory]",
         rich_help_panel=_MEMORY,
     ),
@@ -41,6 +70,7 @@ Tiers = Annotated[
     typer.Option(
         "--tier",
         metavar="SPEC",
+        callback=_check_tiers,
         help="Where KV goes when the pool is full: dram:8GiB, disk:/path:100GiB, ... Repeatable, fastest first.",
         rich_help_panel=_MEMORY,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.cli.tables import print_tables
 from pagoda.kv.sizes import format_size
 from pagoda.plan.capacity import Cost, TierFigures
 from pagoda.plan.catalog import CATALOG, shape_of
@@ -39,7 +40,7 @@ def print_known() -> None:
             _rate(device.host_link),
             f"{device.price:.2f}",
         )
-    console.print(models, devices)
+    print_tables(console, models, devices)
 
 
 def print_plan(plan: SizingPlan) -> None:
@@ -75,7 +76,7 @@ def _print_bytes(console: Console, plan: SizingPlan) -> None:
         table.add_row(term.label, term.formula, f"{term.bytes_per_token:,.0f}")
     if len(plan.terms) > 1:
         table.add_row("together", "", f"{plan.bytes_per_token:,.0f}", style="bold")
-    console.print(table)
+    print_tables(console, table)
 
 
 def _print_users(console: Console, plan: SizingPlan) -> None:
@@ -94,7 +95,7 @@ def _print_users(console: Console, plan: SizingPlan) -> None:
             _seconds(figures.prefill_s),
             *_cost_cells(figures.cost, bool(plan.question.shared)),
         )
-    console.print(table)
+    print_tables(console, table)
 
 
 def _cost_cells(cost: Cost | None, shared: bool) -> tuple[str, ...]:
@@ -111,7 +112,7 @@ def _print_techniques(console: Console, plan: SizingPlan) -> None:
         users = (f"{count:,}" for count in way.users)
         style = "bold" if way.label.startswith("as it is") else ""
         table.add_row(way.label, f"{way.bytes_per_token:,.0f}", f"{way.num_tokens:,}", *users, style=style)
-    console.print(table)
+    print_tables(console, table)
 
 
 def _print_tiers(console: Console, plan: SizingPlan) -> None:
@@ -124,7 +125,7 @@ def _print_tiers(console: Console, plan: SizingPlan) -> None:
             table.add_row(*_tier_cells(figures, context))
         table.add_section()
     if plan.tiers and plan.tiers[0]:
-        console.print(table)
+        print_tables(console, table)
 
 
 def _tier_cells(figures: TierFigures, context: int) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ def _print_offers(console: Console, plan: SizingPlan) -> None:
             f"{offer.tokens_per_s:,.1f}",
             f"{offer.output_cost:.3f}",
         )
-    console.print(table)
+    print_tables(console, table)
 
 
 def _table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:

@@ -51,12 +51,14 @@ def ask(
         answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=60, **content)
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"no server answers at {url}: {error}") from None
+        raise ConfigError(f"no server answers at {url} (--url or PAGODA_URL says where it is): {error}") from None
     except ValueError:
         raise ConfigError(f"{url} is no Pagoda server: {path} answered {answer.status_code}") from None
     if answer.is_error or not isinstance(body, dict):
         fault = body.get("error") if isinstance(body, dict) else None
         message = fault["message"] if isinstance(fault, dict) else f"{path} answered {answer.status_code}"
+        if answer.status_code == 404 and isinstance(fault, dict) and not fault["code"]:  # there is no such route
+            message += "; the operator's routes exist where the server was started with --admin-key (PAGODA_ADMIN_KEY)"
         raise RefusedError(message)
     return body
 

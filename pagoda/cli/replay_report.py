@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.cli.tables import print_tables
 from pagoda.kv.sizes import format_size
 from pagoda.plan.fleet import FleetReport
 from pagoda.plan.hardware import TierPlan, parse_tier_plan
@@ -82,7 +83,7 @@ def print_result(result: Result) -> None:
             table.add_column(column, justify="right" if number else "left", header_style="dim")
         for row in sheet.rows:
             table.add_row(*row)
-        console.print(table)
+        print_tables(console, table)
 
 
 def write_html(result: Result, path: Path) -> None:

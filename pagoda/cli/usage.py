@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, Url, ask, print_json
+from pagoda.cli.tables import print_tables
 
 
 def usage(url: Url = DEFAULT_URL, admin_key: AdminKey = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
@@ -29,7 +30,7 @@ def usage(url: Url = DEFAULT_URL, admin_key: AdminKey = None, api_key: ApiKey = 
     if len(answer["data"]) > 1:
         table.add_section()
         table.add_row("total", "", *_figures(answer["total"]), style="bold")
-    Console(highlight=False).print(table)
+    print_tables(Console(highlight=False), table)
 
 
 def _figures(each: dict[str, Any]) -> tuple[str, ...]:

@@ -26,12 +26,12 @@ from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.block_map import BlockMap, block_map
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.computing import Computing, PendingPrefix
-from pagoda.kv.eviction import LRU, EvictionPolicy
+from pagoda.kv.eviction import LRU, EvictionPolicy, policy_name
 from pagoda.kv.keys import Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.lineage import Segment
-from pagoda.kv.observe import Eviction, MissLog
+from pagoda.kv.observe import OPERATOR, Eviction, MissLog
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix
 from pagoda.kv.retention import PinnedPrefix, Retained, Retention
@@ -111,7 +111,7 @@ class Books:
         self.retention = Retention(self, clock)
         self.misses = MissLog(self._tree, pool.num_blocks)
         self.ages = BlockAges(pool.num_blocks, clock)
-        self._policy_name = type(policy or LRU()).__name__
+        self._policy_name = policy_name(policy or LRU())
         self._clock = clock
 
     # -- counts and lookups ------------------------------------------------------------------------------------------
@@ -233,26 +233,26 @@ class Books:
         freed, unable = 0, set[int]()
         while freed < count and (plan := self.tenants.plan(count - freed, taker, unable)):
             for account, share in plan:
-                num_evicted = self._evict_from(account, share)
+                num_evicted = self._evict_from(account, share, OPERATOR if taker is None else self._policy_name)
                 freed += num_evicted
                 if num_evicted < share:
                     unable.add(account)
         return freed
 
-    def _evict_from(self, account: int, count: int) -> int:
+    def _evict_from(self, account: int, count: int, why: str) -> int:
         ids = self._tree.evict(count, self._allocator.held, account)
         self._on_evict(ids)
-        self._note_evicted(ids)
+        self._note_evicted(ids, why)
         self._allocator.leave_tree(ids)
         self.stats.num_evicted_blocks += ids.size
         return int(ids.size)
 
-    def _note_evicted(self, ids: BlockIds) -> None:
+    def _note_evicted(self, ids: BlockIds, why: str) -> None:
         self.tenants.note_evicted(ids)
         self.ages.on_evict(ids)
         lapsed_at = self.retention.lapsed_at[ids]
         self.retention.lapsed_at[ids] = 0
-        books = self._policy_name, int(ids.size), self.num_held_blocks, self.retention.num_blocks
+        books = why, int(ids.size), self.num_held_blocks, self.retention.num_blocks
         for moment in set(lapsed_at.tolist()):
             eviction = Eviction(self._clock(), *books, lease_expired_at=moment or None)
             self.misses.on_evict(ids[lapsed_at == moment], eviction)

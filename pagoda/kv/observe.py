@@ -29,6 +29,7 @@ from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import Match, TokenArray
 
 MAX_GHOSTS = 65_536
+OPERATOR = "operator"  # in place of a policy: somebody cleared the cache
 MAX_SCOPES = 64
 CONTEXT_TOKENS = 16
 
@@ -49,7 +50,10 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """One call that made room, and under what pressure. Times are the cache's clock's; blocks are counts then."""
+    """One call that made room, and under what pressure. Times are the cache's clock's; blocks are counts then.
+
+    `policy` is the name of the one that chose them, or OPERATOR.
+    """
 
     at: float
     policy: str

@@ -243,14 +243,17 @@ class Retention:
         mine = self._usage[owner]
         limit = self.owner_limits.get(owner)
         if limit is not None and mine + num_new > limit:
-            raise LeaseRefused(f"{num_new} more KV blocks are needed, and {mine} of your {limit} are leased")
+            raise LeaseRefused(
+                f"{num_new} more KV blocks are needed, and {mine} of the tenant's {limit} are leased: "
+                "`lease_budget` in the file of API keys sets how many may be"
+            )
         after = self._usage + Counter({owner: num_new})
         beyond = sum(max(0, count - self.guaranteed.get(name, 0)) for name, count in after.items())
         if after.total() > self.limit_blocks or beyond > self.unguaranteed_limit_blocks:
             # No figures but the owner's: what the others hold is not its business.
             raise LeaseRefused(
-                f"{num_new} more KV blocks are needed beside the {mine} that you have leased, and the server has no "
-                "room for more leases now"
+                f"{num_new} more KV blocks are needed beside the {mine} that the tenant has leased, and the "
+                "server's lease budget has no room for them now; `--lease-share` sets how much of the pool it is"
             )
 
     def _charge(self, lease: Retained, blocks: npt.NDArray[np.intp]) -> None:

@@ -132,6 +132,8 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
         if fields.request_id is not None:
             count = await engine.manage(partial(_purge_request, fields.request_id))
         elif fields.names_all:
+            if fields.tenant and fields.tenant not in await engine.manage(lambda cache: cache.tenants()):
+                raise HttpError(404, "tenant_not_found", f"This server has not seen a tenant {fields.tenant[:100]!r}.")
             count = await engine.manage(lambda cache: cache.purge_tenant(fields.tenant or ""))
             served.responses.drop(fields.tenant or "")
         else:

@@ -56,7 +56,7 @@ def test_refusal_reaches_the_output_and_the_answer_is_the_same() -> None:
     small, large = outputs[0].leases
     assert (small.num_tokens, small.refused) == (8, None)
     assert large.num_tokens == 0
-    assert "8 more KV blocks are needed beside the 2 that you have leased" in large.refused
+    assert "8 more KV blocks are needed beside the 2 that the tenant has leased" in large.refused
 
 
 def test_leases_leave_room_for_the_longest_request() -> None:

@@ -140,7 +140,12 @@ def test_a_lease_budget_is_the_tenants_own() -> None:
     block_bytes = core.cache.layout.block_bytes
     core = core_with({"a": TenantSpec(lease_bytes=3 * block_bytes + 1), "b": TenantSpec(lease_bytes=0)})
     prompt = list(range(1, 25))
-    for tenant, refused in (("a", "4 more KV blocks are needed, and 0 of your 3"), ("b", "0 of your 0"), ("c", None)):
+    refusals = (
+        ("a", "4 more KV blocks are needed, and 0 of the tenant's 3"),
+        ("b", "0 of the tenant's 0"),
+        ("c", None),
+    )
+    for tenant, refused in refusals:
         params = SamplingParams(max_tokens=2, temperature=0.0)
         core.add(tenant, prompt, params, scope=Scope(tenant), leases=[LeaseSpec(16, 60)])
         while core.has_work:

@@ -134,7 +134,7 @@ def test_over_budget_is_refused_with_its_own_figures_and_changes_nothing() -> No
     bench.run(seq(range(200, 209)))
     bench.retain(PREFIX)
     before = bench.counts()
-    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed beside the 3 that you have leased"):
+    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed beside the 3 that the tenant has leased"):
         bench.retain(seq(range(200, 209)))
     assert bench.counts() == before
     assert bench.cache.retention.num_refused == 1
@@ -148,7 +148,7 @@ def test_one_owner_has_a_bound_of_its_own() -> None:
     bench.run(PROMPT)
     bench.run(seq(range(200, 209)))
     bench.retain(PREFIX, owner="a")
-    with pytest.raises(LeaseRefused, match="2 more KV blocks are needed, and 3 of your 3 are leased"):
+    with pytest.raises(LeaseRefused, match=r"2 more .* and 3 of the tenant's 3 are leased: `lease_budget`"):
         bench.retain(seq(range(200, 209)), owner="a")
     bench.retain(seq(range(200, 209)), owner="b")
     assert bench.cache.retention.usage == {"a": 3, "b": 2}

@@ -27,6 +27,16 @@ def test_the_tables() -> None:
         assert title in out
 
 
+def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
+    question = "plan", "llama-3-8b", "--context", "8k,128k", "--users", "10000", "--shared-prefix", "1k"
+
+    def figures(columns: str) -> set[str]:
+        words = CliRunner().invoke(app, question, env={"COLUMNS": columns}).output.split()
+        return {word for word in words if any(letter.isdigit() for letter in word)}
+
+    assert figures("200") == figures("80") == figures("40")
+
+
 def test_a_model_that_does_not_fit_is_said_so() -> None:
     out = run("llama-3-70b", "--hardware", "l4")
     assert "leave no room" in out

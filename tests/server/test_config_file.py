@@ -74,6 +74,8 @@ def test_the_command_line_and_the_environment_go_first(monkeypatch: pytest.Monke
         ("config = 'x'", "has 'config'"),
         ("[tier]\nx = 1", "has a table 'tier'"),
         ("port = ", "cannot be read"),
+        ("max-num-seqs = 'many'", "bad.toml has a wrong value for 'max-num-seqs': .*integer"),
+        ("tier = 3", "bad.toml has a wrong value for 'tier'"),
     ],
 )
 def test_a_bad_file_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, message: str) -> None:
@@ -87,8 +89,13 @@ def test_no_file_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         serve(monkeypatch, "--config", str(tmp_path / "none.toml"))
 
 
-def test_a_value_of_the_wrong_kind_is_refused_as_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text("max-num-seqs = 'many'")
-    result = CliRunner().invoke(cli.app, ["serve", "--config", str(tmp_path / "bad.toml")])
-    assert result.exit_code == 2
-    assert "max-num-seqs" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-memory", "lots"], "--kv-memory: not a size: 'lots'"),
+        (["--tier", "dram:1GiB", "--tier", "disk:/tmp/x:1Gx"], "--tier: the tier 'disk:/tmp/x:1Gx' has a wrong size"),
+    ],
+)
+def test_a_wrong_size_names_its_option(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        serve(monkeypatch, *arguments)

@@ -166,6 +166,19 @@ async def test_the_command_line(
         assert "acme" in used
         assert "Since 20" in used
         assert json.loads(await command("usage", "--json"))["total"]["requests"] == 1
+        monkeypatch.setenv("COLUMNS", "50")
+        narrow = await command("usage")
+        assert "…" not in narrow
+        assert all(figure in narrow for figure in used.split() if figure[:1].isdigit())
+        for args, message in (
+            (("kv", "pin", "--prompt", "Never asked."), "--tenant says whose"),
+            (("kv", "purge", "--tenant", "nobody", "--yes"), "has not seen a tenant 'nobody'"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["pagoda", *args])
+            with pytest.raises(SystemExit) as exit_:
+                await asyncio.to_thread(cli.main)
+            assert exit_.value.code == 2
+            assert message in capsys.readouterr().err
         assert "blocks purged" in await command("kv", "purge", "--tenant", "acme", "--yes")
         assert "0 blocks freed" in await command("kv", "clear", "--yes")
 
@@ -175,4 +188,15 @@ def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
-    assert "no server answers" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:9 (--url or PAGODA_URL" in capsys.readouterr().err
+
+
+async def test_a_server_without_an_admin_key_is_said_to_have_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serve(folder) as live:
+        monkeypatch.setattr(sys, "argv", ["pagoda", "kv", "purge", "--tenant", "a", "--yes", "--url", live.url])
+        monkeypatch.setenv("PAGODA_API_KEY", "sk-a")
+        with pytest.raises(SystemExit):
+            await asyncio.to_thread(cli.main)
+        assert "started with --admin-key" in capsys.readouterr().err

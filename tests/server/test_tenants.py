@@ -113,6 +113,6 @@ async def test_directives_that_make_no_sense_are_400(folder: Path, tmp_path: Pat
 async def test_a_lease_over_the_tenants_budget_is_refused_with_its_own_figures(folder: Path, tmp_path: Path) -> None:
     async with serve(folder, tmp_path, '[tenants.acme]\nlease_budget = "1B"\n') as live:
         answer = await post(live, {"prompt": PROMPT, "prompt_cache_retention": "24h"})
-        assert "0 of your 0 are leased" in answer.json()["pagoda"]["leases"][0]["refused"]
+        assert "0 of the tenant's 0 are leased" in answer.json()["pagoda"]["leases"][0]["refused"]
         other = await post(live, {"prompt": PROMPT, "prompt_cache_retention": "24h"}, "sk-b")
         assert other.json()["pagoda"]["leases"][0]["refused"] is None

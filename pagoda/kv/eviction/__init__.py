@@ -51,6 +51,12 @@ def make_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
     return policy
 
 
+def policy_name(policy: EvictionPolicy) -> str:
+    """What `make_policy` knows a policy by; for one that is not built in, its class."""
+    kind = type(policy)
+    return next((name for name, factory in POLICIES.items() if factory is kind), kind.__name__)
+
+
 __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_PRIORITY",
@@ -68,4 +74,5 @@ __all__ = [
     "ReuseRate",
     "SortKey",
     "make_policy",
+    "policy_name",
 ]

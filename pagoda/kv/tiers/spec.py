@@ -63,9 +63,9 @@ def _parse_place(text: str) -> TierSpec:
     kind, *parts = text.split(":")
     match kind, parts:
         case "dram", [size]:
-            return TierSpec("dram", "", parse_size(size))
+            return TierSpec("dram", "", _size(text, size))
         case "shm" | "disk", [_, *_, size] if ":".join(parts[:-1]):
-            return TierSpec(kind, ":".join(parts[:-1]), parse_size(size))
+            return TierSpec(kind, ":".join(parts[:-1]), _size(text, size))
         case "dram", _:
             raise ConfigError(f"the tier {text!r} is not of the form dram:SIZE")
         case "shm", _:
@@ -73,6 +73,13 @@ def _parse_place(text: str) -> TierSpec:
         case "disk", _:
             raise ConfigError(f"the tier {text!r} is not of the form disk:FOLDER:SIZE")
     raise ConfigError(f"the tier {text!r} is of no kind known here: dram, shm, disk, s3, gs, az, file, redis")
+
+
+def _size(text: str, size: str) -> int:
+    try:
+        return parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(f"the tier {text!r} has a wrong size: {error}") from None
 
 
 def open_tier(spec: TierSpec, *, key: bytes | None = None) -> Tier:

@@ -41,7 +41,7 @@ def test_what_parses(text: str, spec: TierSpec) -> None:
         ("dram:-8GiB", "not a size"),
         ("disk:/path", "disk:FOLDER:SIZE"),
         ("disk::1GiB", "disk:FOLDER:SIZE"),
-        ("disk:/path:lots", "not a size: 'lots'"),
+        ("disk:/path:lots", "'disk:/path:lots' has a wrong size: not a size: 'lots'"),
         ("shm:4GiB", "shm:NAME:SIZE"),
         ("s3://", "no bucket"),
         ("disk:/path:1GiB?write=", "how it is written"),
