@@ -50,10 +50,12 @@ def _relative(report: Mapping[str, Any], engines: Sequence[str], ours: str, path
     width = 0.8 / len(engines)
     for place, name in enumerate(engines):
         at = [i + place * width for i, by_engine in enumerate(speeds.values()) if name in by_engine]
-        axes.bar(at, [by_engine[name] for by_engine in speeds.values() if name in by_engine], width, label=name)
+        bars = axes.bar(at, [by_engine[name] for by_engine in speeds.values() if name in by_engine], width, label=name)
+        axes.bar_label(
+            bars, fmt="%.2f", fontsize="x-small"
+        )  # from zero, so that lengths are to scale; small ones are read
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(speeds))], list(speeds))
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_yscale("log")
     axes.set_ylabel(f"speed, {ours} = 1")
     axes.set_xlabel("workload")
     figure.legend(loc="outside upper center", ncols=len(engines), fontsize="small")
