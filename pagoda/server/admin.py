@@ -113,10 +113,13 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
     async def tokens_of(fields: PrefixFields) -> list[int]:
         return (await asyncio.to_thread(read_prefix, fields, engine.tokenizer)).tokens
 
+    async def prefix_in(request: Request) -> tuple[list[int], Scope]:
+        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
+        return await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
+
     @router.post("/kv/pin")
     async def pin(request: Request) -> Response:
-        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
-        tokens, scope = await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
+        tokens, scope = await prefix_in(request)
         try:
             lease = await engine.manage(lambda cache: cache.pin(tokens, scope))
         except LeaseRefused as error:
@@ -146,8 +149,7 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
 
     @router.post("/kv/publish")
     async def publish(request: Request) -> Response:
-        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
-        tokens, scope = await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
+        tokens, scope = await prefix_in(request)
         try:
             num_cached = await engine.manage(lambda cache: cache.publish(tokens, scope))
         except LeaseRefused as error:
@@ -156,7 +158,7 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
 
     @router.post("/kv/unpublish")
     async def unpublish(request: Request) -> Response:
-        tokens = await tokens_of(validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes))))
+        tokens, _ = await prefix_in(request)
         return JSONResponse({"unpublished": await engine.manage(lambda cache: cache.unpublish(tokens))})
 
     @router.post("/kv/clear")
