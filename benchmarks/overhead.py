@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pagoda.engine import core as engine_core
+from pagoda.engine import choosing as engine_choosing
 from pagoda.engine import runner as engine_runner
 from pagoda.engine.engine import Engine
 from pagoda.engine.params import SamplingParams
@@ -79,8 +79,8 @@ def main() -> None:
     parts.wrap(core.cache, "advance", "advance")
     parts.wrap(core._runner, "execute", "execute")
     parts.wrap(engine_runner, "build_batch", "batch")
-    parts.wrap(engine_core, "sample", "sample")
-    parts.wrap(core, "_append", "append")
+    parts.wrap(engine_choosing, "sample", "sample")
+    parts.wrap(core._chooser, "_append", "append")
 
     shared = random_ids(args.shared)
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)

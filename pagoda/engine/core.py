@@ -1,8 +1,8 @@
 """EngineCore: requests in, outputs out, one step at a time. Synchronous, on one thread, without I/O.
 
-add ──> Scheduler.schedule ──> Runner.execute ──> sample ──> KVCache.advance ──> outputs
-              ^                                                   │
-              └───────────────── next step <──────────────────────┘
+add ──> Scheduler.schedule ──> Runner.execute ──> KVCache.advance ──> Chooser.choose ──> outputs
+              ^                                                            │
+              └──────────────────────── next step <────────────────────────┘
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import torch
-
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
 from pagoda.engine.beam import BeamState
+from pagoda.engine.choosing import Chooser, News
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
 from pagoda.engine.history import History, Past
@@ -27,7 +26,6 @@ from pagoda.engine.outputs import (
     RequestOutput,
     RequestStats,
     StepStats,
-    TokenLogprob,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
@@ -46,7 +44,6 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import TokenArray, as_tokens
 from pagoda.model.lora import Adapter
-from pagoda.model.sampler import SampledToken, likeliest, sample
 from pagoda.model.tokenizer import Tokenizer
 
 _RESTORE_WAIT_S = 0.002
@@ -88,6 +85,7 @@ class EngineCore:
         self._scheduler = Scheduler(cache, config)
         self._bound_leases()
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
+        self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
         self._requests: dict[str, Request] = {}
         self._auditor: Auditor | None = None
 
@@ -247,7 +245,7 @@ class EngineCore:
     def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
         deltas: dict[Sample, Delta] = {}
         for live in [each for each in request.samples if each.finish_reason is None]:
-            self._finish(live, reason)
+            self._scheduler.finish(live, reason)
             deltas[live] = Delta(live.index, live.text.flush(), (), finish_reason=reason)
         return self._output(request, deltas)
 
@@ -270,7 +268,8 @@ class EngineCore:
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)
-        outputs = self._choose([rows.sample for rows in plan if rows.needs_logits], logits)
+        news = self._chooser.choose([rows.sample for rows in plan if rows.needs_logits], logits)
+        outputs = [output for each in news if (output := self._tell(each)).deltas]
         audits = self._auditor.run() if self._auditor is not None else AuditCounts()
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
@@ -334,108 +333,19 @@ class EngineCore:
         past = Past(request.prompt, request.scope, request.first_lease, request.explanation)
         self.history.remember(request.request_id, past)
 
-    def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Choose the next tokens. A request for none ends here: its prompt is computed, and leased as it wished."""
-        done = [row for row, each in enumerate(samples) if not each.request.max_tokens]
-        searching = [row for row, each in enumerate(samples) if each.request.beams is not None]
-        if not done and not searching:
-            return self._sample(samples, logits)
-        drawing = [row for row, each in enumerate(samples) if each.request.beams is None and row not in done]
-        return [
-            *(self._warmed(samples[row].request, logits[row]) for row in done),
-            *self._search([samples[row] for row in searching], logits[searching]),
-            *(self._sample([samples[row] for row in drawing], logits[drawing]) if drawing else ()),
-        ]
-
-    def _warmed(self, request: Request, logits: torch.Tensor) -> RequestOutput:
-        """End a request that only wanted its prompt computed."""
-        [healthy] = likeliest(logits[None], 1)
-        if isinstance(healthy, ModelError):
-            return self._fail(request, healthy)
-        return self._end(request, FinishReason.LENGTH)
-
-    def _search(self, beams: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Note how beams may go on, and advance the searches that have this of all their beams."""
-        rows_of: dict[Request, list[int]] = {}
-        for row, beam in enumerate(beams):
-            rows_of.setdefault(beam.request, []).append(row)
-        outputs = []
-        for request, rows in rows_of.items():
-            num_shown = request.params.logprobs or 0
-            found = likeliest(logits[rows], max(request.search.num_candidates, num_shown))
-            for row, tokens in zip(rows, found, strict=True):
-                if isinstance(tokens, ModelError):
-                    outputs.append(self._fail(request, tokens))
-                    break
-                top = tuple(tokens[:num_shown])
-                beams[row].continuations = [TokenLogprob(token, logprob, top) for token, logprob in tokens]
-            else:
-                if all(beam.is_ready for beam in request.samples):
-                    self._forker.advance(request)
-                    request.token_times.append(time.perf_counter())
-                    if request.is_finished:
-                        outputs.append(self._output(request, {}))
-        return outputs
-
-    def _sample(self, samples: list[Sample], logits: torch.Tensor) -> list[RequestOutput]:
-        """Draw the next tokens, forking the requests that just finished their prompt into their samples."""
-        row_of: list[int] = []
-        everyone: list[Sample] = []
-        for row, first in enumerate(samples):
-            forks = self._forker.spread(first) if len(first.request.samples) < first.request.params.num_samples else []
-            everyone += [first, *forks]
-            row_of += [row] * (1 + len(forks))
-        rows = logits if len(row_of) == len(logits) else logits[row_of]
-        chosen = sample(rows, [each.sampler for each in everyone])
-        now = time.perf_counter()
-        deltas: dict[Request, dict[Sample, Delta]] = {}
-        failures: dict[Request, ModelError] = {}
-        for each, token in zip(everyone, chosen, strict=True):
-            if each.request not in deltas:
-                deltas[each.request] = {}
-                each.request.token_times.append(now)
-            if isinstance(token, SampledToken):
-                deltas[each.request][each] = self._append(each, token)
-            else:
-                failures[each.request] = token
-        outputs = [self._output(request, new) for request, new in deltas.items() if request not in failures]
-        outputs += [self._fail(request, error) for request, error in failures.items()]
-        return [output for output in outputs if output.deltas]
+    def _tell(self, news: News) -> RequestOutput:
+        """A request's news as its output, ending what ends with it."""
+        if news.failure is not None:
+            return self._fail(news.request, news.failure)
+        if news.is_over:
+            return self._end(news.request, FinishReason.LENGTH)
+        return self._output(news.request, news.deltas)
 
     def _fail(self, request: Request, error: ModelError) -> RequestOutput:
         """End a request whose logits are not finite. What it computed is not trusted either: nobody shall hit it."""
         output = self._end(request, FinishReason.ABORT)
         self.cache.purge(request.scope, request.prompt)
         return replace(output, failure=error)
-
-    def _append(self, each: Sample, token: SampledToken) -> Delta:
-        """Add a token to a sample, and end the sample where it must."""
-        params = each.request.params
-        each.tokens.append(token.token_id)
-        each.sampler.append(token.token_id)
-        is_eos = token.token_id in self._eos_ids and not params.ignore_eos
-        text, reason = "", None
-        stop_reason: str | int | None = None
-        if is_eos or token.token_id in params.stop_token_ids:
-            reason = FinishReason.STOP
-            stop_reason = None if is_eos else token.token_id
-        else:
-            text = each.text.push(token.token_id)
-            if each.text.stopped_by is not None:
-                reason, stop_reason = FinishReason.STOP, each.text.stopped_by
-            elif each.num_output_tokens >= each.request.max_tokens:
-                reason = FinishReason.LENGTH
-        if reason is not None:
-            text += each.text.flush()
-            self._finish(each, reason)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if token.logprobs is not None:
-            logprobs = (TokenLogprob(token.token_id, token.logprobs.chosen, token.logprobs.top),)
-        return Delta(each.index, text, (token.token_id,), logprobs, reason, stop_reason)
-
-    def _finish(self, each: Sample, reason: FinishReason) -> None:
-        each.finish_reason = reason
-        self._scheduler.remove(each)
 
     def _output(self, request: Request, new: dict[Sample, Delta]) -> RequestOutput:
         finished = request.is_finished

@@ -83,8 +83,7 @@ class Forker:
         parents = state.advance([beam.continuations for beam in old])
         if state.is_done:
             for beam in old:
-                beam.finish_reason = FinishReason.STOP
-                self._scheduler.remove(beam)
+                self._scheduler.finish(beam, FinishReason.STOP)
             return
         new: list[Sample] = []
         for rank, parent in enumerate(parents):

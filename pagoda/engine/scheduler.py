@@ -15,6 +15,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.outputs import FinishReason
 from pagoda.engine.policy import QUEUE_POLICIES, ranker
 from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
@@ -71,6 +72,11 @@ class Scheduler:
         else:
             self.running.remove(sample)
             self._release(sample)
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        """End a sample, and let go of its lease."""
+        sample.finish_reason = reason
+        self.remove(sample)
 
     def discard(self, sample: Sample) -> None:
         """Forget a running sample whose text nobody will ask for."""
