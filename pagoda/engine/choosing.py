@@ -1,8 +1,8 @@
 """Chooser: from a step's logits to the next tokens, and to what each request is told of them.
 
-    logits ──┬── requests for no token      their prompt is computed: they end
-             ├── beams                      note how each may go on; a search advances once all its beams have logits
-             └── samples                    draw; a prompt just computed forks into its samples first
+logits ──┬── requests for no token      their prompt is computed: they end
+         ├── beams                      note how each may go on; a search advances once all its beams have logits
+         └── samples                    draw; a prompt just computed forks into its samples first
 """
 
 from __future__ import annotations
