@@ -22,6 +22,7 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from pagoda.engine.engine import Engine
     from pagoda.server.auth import ApiKeys
+    from pagoda.server.tracing import Tracing
 
 _ACCESS = "Access"
 
@@ -52,6 +53,10 @@ def serve(
     ] = None,
     access_log: Annotated[
         Path | None, typer.Option(help="Append a line for each request, of hashes only, for `pagoda replay`.")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a trace of each request to this OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces."),
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
     kv_memory: options.KvMemory = None,
@@ -119,6 +124,13 @@ def serve(
         Path | None,
         typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
     ] = None,
+    caches_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where named caches survive restarts, with the text that they hold.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=FOLDER; clients ask for model NAME; repeatable."),
@@ -128,6 +140,7 @@ def serve(
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     from pagoda.server.access_log import AccessLog
     from pagoda.server.ledger import Ledger
+    from pagoda.server.named_caches import NamedCaches
     from pagoda.server.prices import Prices
     from pagoda.server.run import bind
 
@@ -135,6 +148,7 @@ def serve(
     table = Prices() if prices is None else Prices.load(prices)
     ledger = Ledger(usage_file)
     log = None if access_log is None else AccessLog(access_log, model, secret)
+    tracing = None if otlp_endpoint is None else _tracing(otlp_endpoint, model)
     with bind(host, port) as sock:
         engine = options.load_engine(
             model,
@@ -169,8 +183,10 @@ def serve(
             served_model_names=names,
             prices=table,
             ledger=ledger,
+            caches=NamedCaches(caches_file),
             prefill_next_turn=prefill_next_turn,
             access_log=log,
+            tracing=tracing,
         )
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
@@ -188,6 +204,15 @@ def _load_adapters(engine: Engine, given: Sequence[str], model_names: Sequence[s
         if not separator or name in model_names:
             raise ConfigError(f"--adapter takes NAME=FOLDER with a name that is not the model's, got {one!r}")
         engine.adapters.load(name, path)
+
+
+def _tracing(endpoint: str, model: str) -> Tracing:
+    try:
+        from pagoda.server.tracing import Tracing, otlp_exporter
+
+        return Tracing(model, otlp_exporter(endpoint))
+    except ImportError as error:
+        raise ConfigError(f"traces need OpenTelemetry: pip install 'pagoda-kv[tracing]' ({error})") from error
 
 
 def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:

@@ -47,7 +47,6 @@ from pagoda.model.lora import Adapter
 from pagoda.model.tokenizer import Tokenizer
 
 _RESTORE_WAIT_S = 0.002
-_MIN_TOKENS_TO_TIME = 64
 
 
 class EngineCore:
@@ -264,7 +263,8 @@ class EngineCore:
         self._note_admissions(plan)
         computing_since = time.perf_counter()
         logits = self._runner.execute(plan)
-        self._note_speed(plan, time.perf_counter() - computing_since)
+        runs = [(rows.start, rows.stop) for rows in plan]
+        self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)
@@ -290,13 +290,6 @@ class EngineCore:
         for observer in self.observers:
             observer.on_step(stats)
         return outputs
-
-    def _note_speed(self, plan: Sequence[Rows], seconds: float) -> None:
-        """Learn what computing a prompt costs; restores from lower tiers are weighed against it."""
-        num_tokens = sum(rows.stop - rows.start for rows in plan)
-        if num_tokens >= _MIN_TOKENS_TO_TIME:
-            average = self._scheduler.prefill_s_per_token
-            self._scheduler.prefill_s_per_token += 0.2 * (seconds / num_tokens - average)
 
     def _grant_leases(self, request: Request, num_computed_tokens: int) -> None:
         """Lease the prefixes that are computed now: later, what slid out of a window may be gone."""

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
 from pagoda.engine.policy import QUEUE_POLICIES, ranker
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 from pagoda.kv.keys import Scope
-
-_FIRST_GUESS_S_PER_TOKEN = 0.5e-3  # until a prompt was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Scheduler:
         self.running: list[Sample] = []
         self.num_preempted = 0
         self.num_resumed_tokens = 0  # of preempted samples, restored from tiers instead of computed again
-        self.prefill_s_per_token = _FIRST_GUESS_S_PER_TOKEN
+        self.prefill_speed = PrefillSpeed()
 
     def add(self, sample: Sample) -> None:
         """Queue a sample."""
@@ -204,7 +203,8 @@ class Scheduler:
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
-        self._cache.restore(sample.lease, self.prefill_s_per_token)
+        cost = self.prefill_speed.seconds_per_token(sample.lease.num_computed_tokens, tokens.size)
+        self._cache.restore(sample.lease, cost)
         count = self._cache.chunk(sample.lease, count)
         if count:
             plan[sample] = count

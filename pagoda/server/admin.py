@@ -139,12 +139,15 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
                 raise HttpError(404, "tenant_not_found", f"This server has not seen a tenant {fields.tenant[:100]!r}.")
             count = await engine.manage(lambda cache: cache.purge_tenant(fields.tenant or ""))
             served.responses.drop(fields.tenant or "")
+            for named in served.caches.all_of(fields.tenant or ""):
+                served.caches.drop(named.namespace, named.id)
         else:
             tokens, scope = await tokens_of(fields), Scope(fields.tenant or "", fields.cache_salt)
             count = await engine.manage(lambda cache: cache.purge_prefix(tokens, scope))
         if count is None:
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
+        await asyncio.to_thread(served.caches.save)
         return JSONResponse({"purged_blocks": count})
 
     @router.post("/kv/publish")

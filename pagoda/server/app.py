@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -17,18 +18,22 @@ from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
 from pagoda.server.auth import ApiKeys, is_admin, key_name, require_admin
 from pagoda.server.backend import Backend
-from pagoda.server.caches import cache_router
+from pagoda.server.caches import cache_router, revive
 from pagoda.server.dashboard import Recent, overview_router, page_router
 from pagoda.server.errors import HttpError, install_handlers
 from pagoda.server.explain import explain_router
 from pagoda.server.ledger import Account, Ledger
 from pagoda.server.metrics import Metrics
+from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import Prefiller
 from pagoda.server.openai import Served, openai_router
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
 from pagoda.server.usage import usage_router
 from pagoda.server.weights import weights_router
+
+if TYPE_CHECKING:
+    from pagoda.server.tracing import Tracing  # needs an optional package
 
 MAX_BODY_BYTES = 8 << 20
 SAVE_EVERY_S = 60.0
@@ -70,8 +75,10 @@ def create_app(
     admin_key: str | None = None,
     served_model_names: Sequence[str] = (),
     access_log: AccessLog | None = None,
+    tracing: Tracing | None = None,
     prices: Prices = Prices(),
     ledger: Ledger | None = None,
+    caches: NamedCaches | None = None,
     prefill_next_turn: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
@@ -84,8 +91,9 @@ def create_app(
         served_model_names: what clients may call the model, the first being shown; by default the engine's own name.
         prices: what tokens cost, for /v1/usage.
         ledger: where the tokens behind it are counted.
+        caches: the named caches, and those of an earlier run, which are leased again in the background.
         prefill_next_turn: compute what a chat's next prompt will begin with as soon as the answer is there.
-        access_log: is told of every request, and closed when the engine has stopped.
+        access_log, tracing: are told of every request, and closed when the engine has stopped.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
     """
@@ -93,19 +101,22 @@ def create_app(
     accounts = ledger or Ledger()
     metrics = Metrics(engine)
     recent = Recent()
-    engine.add_observer(metrics)
-    engine.add_observer(recent)
-    if access_log is not None:
-        engine.add_observer(access_log)
+    listeners = [listener for listener in (access_log, tracing) if listener is not None]
+    for observer in (metrics, recent, *listeners):
+        engine.add_observer(observer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await lifecycle.start()
         saving = asyncio.create_task(_save_regularly(accounts))
+        reviving = asyncio.create_task(revive(served))
         yield
         await lifecycle.begin_stop()
         saving.cancel()
+        reviving.cancel()
         accounts.save(accounts.snapshot())
+        for listener in listeners:
+            await asyncio.to_thread(listener.close)
 
     async def admit(request: Request) -> None:
         if lifecycle.is_stopping:
@@ -128,8 +139,10 @@ def create_app(
     served = Served(
         engine,
         tuple(served_model_names) or (engine.model_name,),
+        caches=caches or NamedCaches(),
         ledger=accounts,
         prefiller=Prefiller(engine) if prefill_next_turn else None,
+        tracing=tracing,
     )
     for router in (
         openai_router(served, max_body_bytes),

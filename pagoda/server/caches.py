@@ -14,7 +14,9 @@ caches; the difference is that here the lease is refused, not missed, when there
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -23,18 +25,19 @@ from pydantic import Field
 
 from pagoda.engine.outputs import RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.errors import InvalidRequest, LeaseRefused, RequestAborted
+from pagoda.errors import InvalidRequest, LeaseRefused, PagodaError, RequestAborted
 from pagoda.server.backend import Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
-from pagoda.server.prefix import Fields, PrefixFields, read_prefix, validate_fields
+from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of, validate_fields
 from pagoda.server.stream import until_disconnect
 
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 30 * 24 * 3600.0
 WARM_UP = SamplingParams(max_tokens=0)
+logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_TTL_S, strict=False)]
 UnixTime = Annotated[float, Field(strict=False)]
@@ -74,6 +77,9 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
     router = APIRouter()
     engine, caches = served.engine, served.caches
 
+    async def save() -> None:
+        await asyncio.to_thread(caches.save)
+
     async def refresh() -> None:
         """Forget caches whose lease somebody ended."""
         caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
@@ -87,6 +93,7 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
         output = await _warm_up(request, served, cache, tokens)
         cache.held_tokens = output.leases[0].num_tokens
         caches.put(cache)
+        await save()
         usage = {"prompt_tokens": len(tokens), "cached_tokens": output.usage.num_hit_tokens}
         return JSONResponse({**_report(cache), "usage": usage})
 
@@ -111,6 +118,7 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
         cache = caches.get(namespace, cache_id)
         await engine.manage(lambda admin: admin.postpone(namespace, cache_id, seconds))
         cache.expires_at = time.time() + seconds
+        await save()
         return JSONResponse(_report(cache))
 
     @router.delete("/caches/{cache_id}")
@@ -119,6 +127,7 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
         caches.get(namespace, cache_id)
         caches.drop(namespace, cache_id)
         await engine.manage(lambda admin: admin.end_named(namespace, cache_id))
+        await save()
         return JSONResponse({"id": cache_id, "object": "cache", "deleted": True})
 
     return router
@@ -155,31 +164,57 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     scope = Scope(namespace, cache.cache_salt)
     wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
 
-    async def compute() -> RequestOutput:
-        stream = served.stream(
-            request,
-            tokens,
-            WARM_UP,
-            request_id=cache.id,
-            scope=scope,
-            leases=[wish],
-            adapter=served.adapter(cache.model),
-        )
-        output = [output async for output in stream][-1]
-        if not output.leases:
-            raise RequestAborted("The request was aborted: the server is shutting down.")
-        if output.leases[0].refused is not None:
-            raise LeaseRefused(output.leases[0].refused)
-        return output
-
+    adapter = served.adapter(cache.model)
+    stream = served.stream(
+        request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter
+    )
     try:
         await engine.manage(lambda admin: admin.check_room(tokens, scope))
-        return await until_disconnect(request.receive, compute())
+        return await until_disconnect(request.receive, _leased(stream))
     except LeaseRefused as error:
         raise HttpError(409, "lease_refused", f"Not cached: {error}.") from None
     except RequestAborted:
         await engine.manage(lambda admin: admin.end_named(namespace, cache.id))
         raise
+
+
+async def _leased(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """The end of a stream that generates nothing and asks for one lease.
+
+    Raises:
+        LeaseRefused: it was not granted.
+        RequestAborted: the server stops.
+    """
+    output = [output async for output in stream][-1]
+    if not output.leases:
+        raise RequestAborted("The request was aborted: the server is shutting down.")
+    if output.leases[0].refused is not None:
+        raise LeaseRefused(output.leases[0].refused)
+    return output
+
+
+async def revive(served: Served) -> None:
+    """Lease the caches of an earlier run again, one after the other: from tiers, or computed anew.
+
+    What can no longer be held, or is for an adapter that is gone, is forgotten and logged.
+    """
+    for cache in served.caches.unheld():
+        scope = Scope(cache.namespace, cache.cache_salt)
+        try:
+            adapter = served.adapter(served.resolve(cache.model))
+            tokens = await asyncio.to_thread(tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer)
+            wish = LeaseSpec(len(tokens), max(0.001, cache.expires_at - time.time()), cache.id)
+            output = await _leased(
+                served.engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
+            )
+        except RequestAborted:
+            return  # the file still has it for the next start
+        except PagodaError as error:
+            logger.warning("the cache %s of tenant %r is forgotten: %s", cache.id, cache.namespace, error)
+            served.caches.drop(cache.namespace, cache.id)
+        else:
+            cache.held_tokens, cache.is_held = output.leases[0].num_tokens, True
+    await asyncio.to_thread(served.caches.save)
 
 
 def _report(cache: NamedCache) -> dict[str, Any]:

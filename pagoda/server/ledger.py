@@ -7,16 +7,15 @@ engine.stream ──> metered(stream, account) ──> the answer
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagoda.engine.outputs import LeaseOutcome, RequestOutput, Usage
-from pagoda.errors import ConfigError
+from pagoda.server.state_file import StateFile
 
 SHORT_TTL_S = 300.0
 
@@ -70,22 +69,20 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+        self._file = None if path is None else StateFile(path)
         self.since = time.time()
         self._counts: dict[Account, Counts] = {}
-        self._saved = ""
-        if path is not None and path.exists():
-            self._load(path)
+        if self._file is not None and (loaded := self._file.load()) is not None:
+            try:
+                self._restore(loaded)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise self._file.fault(error) from None
 
-    def _load(self, path: Path) -> None:
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
-            self.since = float(loaded["since"])
-            for each in loaded["accounts"]:
-                account = Account(str(each.pop("tenant")), str(each.pop("key")))
-                self._counts[account] = Counts(**{name: int(value) for name, value in each.items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is no usage file, move it away to start a new one: {error!r}") from None
+    def _restore(self, loaded: Any) -> None:
+        self.since = float(loaded["since"])
+        for each in loaded["accounts"]:
+            account = Account(str(each.pop("tenant")), str(each.pop("key")))
+            self._counts[account] = Counts(**{name: int(value) for name, value in each.items()})
 
     def snapshot(self) -> str:
         """What the file should hold now."""
@@ -93,20 +90,13 @@ class Ledger:
         return json.dumps({"since": self.since, "accounts": accounts}, indent=1)
 
     def save(self, text: str) -> None:
-        """Write a snapshot, from any thread, if there is a file and it differs. The old file is whole until then.
+        """Write a snapshot, from any thread, if there is a file.
 
         Raises:
             OSError: it cannot be written.
         """
-        if self._path is None or text == self._saved:
-            return
-        draft = self._path.with_name(self._path.name + ".new")
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
-        self._saved = text
+        if self._file is not None:
+            self._file.save(text)
 
     def accounts(self, tenant: str | None = None) -> list[tuple[Account, Counts]]:
         """A tenant's accounts, or all, by name."""

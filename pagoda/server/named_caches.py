@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pagoda.server.errors import HttpError
+from pagoda.server.state_file import StateFile
 
 MAX_CACHES = 256
 MAX_CHARS = 16 << 20
@@ -22,6 +25,7 @@ class NamedCache:
     Attributes:
         prompt, messages, tools: what it holds: a raw prompt, or how conversations begin.
         num_tokens: of the prefix; `held_tokens` of them, whole blocks, are sure to hit.
+        is_held: false from a restart until its prefix is leased again.
     """
 
     id: str
@@ -36,6 +40,7 @@ class NamedCache:
     expires_at: float
     held_tokens: int = 0
     created_at: float = field(default_factory=time.time)
+    is_held: bool = True
 
     @property
     def num_chars(self) -> int:
@@ -49,11 +54,43 @@ def new_cache_id() -> str:
 
 
 class NamedCaches:
-    """Caches by tenant and id, at most 256 and 16 Mi characters of each tenant. Safe to use from several threads."""
+    """Caches by tenant and id, at most 256 and 16 Mi characters of each tenant. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        path: where they survive a restart, content and all; None keeps them for the life of the process.
+
+    Raises:
+        ConfigError: there is a file that holds something else.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
         self._shelves: dict[str, dict[str, NamedCache]] = {}
         self._lock = threading.Lock()
+        self._file = None if path is None else StateFile(path)
+        if self._file is not None:
+            try:
+                for fields in self._file.load() or ():
+                    self.put(_restored(fields))
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._file.fault(error) from None
+
+    def save(self) -> None:
+        """Write the file, if there is one. Slow: call it from a thread of its own.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._file is None:
+            return
+        with self._lock:
+            caches = [cache for tenant in list(self._shelves) for cache in self._live(tenant).values()]
+            text = json.dumps([asdict(cache) for cache in caches])
+        self._file.save(text)
+
+    def unheld(self) -> list[NamedCache]:
+        """Caches of an earlier run whose prefixes are not leased again yet."""
+        with self._lock:
+            return [cache for tenant in self._shelves for cache in self._live(tenant).values() if not cache.is_held]
 
     def get(self, namespace: str, cache_id: str) -> NamedCache:
         """A tenant's cache.
@@ -97,10 +134,10 @@ class NamedCaches:
             self._shelves.get(namespace, {}).pop(cache_id, None)
 
     def keep_only(self, ids: Collection[str]) -> None:
-        """Forget the caches of all tenants that are not among `ids`."""
+        """Forget the caches of all tenants that are not among `ids`, nor still to be leased again."""
         with self._lock:
             kept = {
-                tenant: {name: cache for name, cache in shelf.items() if name in ids}
+                tenant: {name: cache for name, cache in shelf.items() if name in ids or not cache.is_held}
                 for tenant, shelf in self._shelves.items()
             }
             self._shelves = {tenant: shelf for tenant, shelf in kept.items() if shelf}
@@ -112,3 +149,12 @@ class NamedCaches:
         for name in [name for name, cache in shelf.items() if cache.expires_at <= now]:
             del shelf[name]
         return shelf
+
+
+def _restored(fields: Mapping[str, Any]) -> NamedCache:
+    """A cache as `save` wrote it; raises ValueError, KeyError or TypeError if it is none."""
+    kinds = {"id": str, "namespace": str, "model": str, "cache_salt": str, "num_tokens": int, "expires_at": float}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(fields[name], kind)]:
+        raise ValueError(f"{', '.join(wrong)}: of another type")
+    content = {name: tuple(fields[name]) for name in ("messages", "tools")}
+    return NamedCache(**{**fields, **content, "held_tokens": 0, "is_held": False})

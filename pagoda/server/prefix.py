@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -74,9 +74,22 @@ def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
     """
     if (fields.prompt is None) != fields.has_chat:
         raise InvalidRequest("give a prompt, or messages, system and tools", param="prompt")
-    if fields.prompt is not None:
-        return Prefix(fields.prompt, (), (), tokenizer.encode(fields.prompt))
     system = [{"role": "system", "content": fields.system}] if fields.system else []
     given = [*system, *(fields.messages or ())]
-    messages = normalize_messages(given) if given else []
-    return Prefix(None, tuple(messages), tuple(fields.tools or ()), stable_tokens(messages, fields.tools, tokenizer))
+    messages = tuple(normalize_messages(given)) if given else ()
+    tools = tuple(fields.tools or ())
+    return Prefix(fields.prompt, messages, tools, tokens_of(fields.prompt, messages, tools, tokenizer))
+
+
+def tokens_of(
+    prompt: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """The tokens of a raw prompt, or those that all conversations share that begin with these messages.
+
+    Raises:
+        InvalidRequest: the model's template refuses them.
+    """
+    return tokenizer.encode(prompt) if prompt is not None else stable_tokens(messages, tools or None, tokenizer)

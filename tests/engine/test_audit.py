@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pagoda.engine.engine import Engine
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.outputs import StepStats
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError
@@ -89,7 +90,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: Engine, seed: int) -> tuple[list[int], int]:
-    engine.core._scheduler.prefill_s_per_token = WAIT
+    engine.core._scheduler.prefill_speed = PrefillSpeed(WAIT)
     [out] = engine.generate([prompt(seed)], GREEDY)
     engine.core.cache.check()
     assert engine.core.cache.num_held_blocks == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagoda.engine.engine import Engine
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
 from pagoda.errors import ConfigError, ModelNotFound
 from tests.model import models, tokenizers_made_here
@@ -62,7 +63,7 @@ def test_kv_that_only_tiers_have_is_found_under_its_own_weights_alone(
 ) -> None:
     paths, _ = folders
     engine = make(paths[0], tiers=[f"disk:{tmp_path}:8MiB"])
-    engine.core._scheduler.prefill_s_per_token = 1.0  # so that a restore is always worth it
+    engine.core._scheduler.prefill_speed = PrefillSpeed(1.0)  # so that a restore is always worth it
     engine.generate([PROMPT], GREEDY)
     engine.reload_weights(str(paths[1]))
     assert engine.generate([PROMPT], GREEDY)[0].usage.num_hit_tokens == 0

@@ -10,6 +10,7 @@ import pytest
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import MissReason, RequestStats, StepStats
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
@@ -31,7 +32,7 @@ def prompt(seed: int, length: int = 60) -> list[int]:
 
 def ask(core: EngineCore, tokens: list[int], name: str = "r", scope: Scope = Scope(), count: int = 5) -> int:
     """Run one request, check its output, and return how many of its prompt's tokens were hits."""
-    core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    core._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
     core.add(name, tokens, greedy(count), scope=scope)
     request = core._requests[name]
     done = run(core, limit=100_000)
@@ -115,7 +116,7 @@ def test_nothing_is_held_once_the_last_request_is_gone() -> None:
         assert core.cache.num_held_blocks == 0
     again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
     faults.hang()
-    again._scheduler.prefill_s_per_token = 0.01
+    again._scheduler.prefill_speed = PrefillSpeed(0.01)
     again.add("r", prompt(1), greedy(1))
     again.step()
     again.abort("r")
@@ -142,7 +143,7 @@ def test_requests_that_arrive_together_share_one_restore() -> None:
     ask(core, prompt(1))
     flushed(core)
     again, runner = make_core(tiers=[(tier, THROUGH)], num_blocks=100)
-    again._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    again._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
     for i in range(4):
         again.add(f"r{i}", [*prompt(1), i + 1], greedy(2))
     done = run(again, limit=100_000)
@@ -183,7 +184,7 @@ def test_a_tier_that_hangs_delays_a_request_by_no_more_than_its_share() -> None:
     flushed(core)
     again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
     faults.hang()
-    again._scheduler.prefill_s_per_token = 0.05  # 56 tokens: 2.8 s; 3% of that is 0.084 s
+    again._scheduler.prefill_speed = PrefillSpeed(0.05)  # 56 tokens: 2.8 s; 3% of that is 0.084 s
     again.add("r", prompt(1), greedy(3))
     started = time.perf_counter()
     done = run(again, limit=100_000)
@@ -212,7 +213,7 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
     faults = Faults()
     tiers = [(MemoryTier(1 << 14), BACK), (FaultyTier(MemoryTier(1 << 16), faults), THROUGH)]
     core, _ = make_core(num_blocks=40 * len(windows), windows=windows, tiers=tiers, token_budget=24, max_model_len=120)
-    core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    core._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
 
     def change_faults(step: int) -> None:
         if step % 50 == 0:
@@ -234,7 +235,7 @@ def test_a_tier_known_to_be_slow_is_not_waited_for_again() -> None:
     faults.delay_s = 0.4
     seconds = []
     for seed in range(2):
-        again._scheduler.prefill_s_per_token = 0.05  # 56 tokens: 2.8 s; 3% of that is 0.084 s
+        again._scheduler.prefill_speed = PrefillSpeed(0.05)  # 56 tokens: 2.8 s; 3% of that is 0.084 s
         started = time.perf_counter()
         again.add(f"r{seed}", prompt(seed), greedy(1))
         run(again, limit=100_000)
@@ -252,7 +253,7 @@ def test_closing_the_engine_waits_for_no_hung_tier(monkeypatch: pytest.MonkeyPat
     for lane in core.cache.hierarchy.lanes:
         lane.timeout_s = 0.2
     faults.hang()
-    core._scheduler.prefill_s_per_token = 1e-3
+    core._scheduler.prefill_speed = PrefillSpeed(1e-3)
     core.add("r", prompt(1), greedy(2))
     run(core, limit=100_000)
     started = time.perf_counter()
@@ -268,7 +269,7 @@ def num_stored(tier: MemoryTier) -> int:
 def test_preempted_requests_continue_from_memory() -> None:
     tier = MemoryTier(1 << 20)
     core, runner = make_core(num_blocks=24, tiers=[(tier, BACK)])
-    core._scheduler.prefill_s_per_token = SLOW_RECOMPUTE
+    core._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
     prompts = {f"r{seed}": prompt(seed, 20) for seed in range(3)}
     for name, tokens in prompts.items():
         core.add(name, tokens, greedy(50))

@@ -13,6 +13,7 @@ import pytest
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.server.auth import ApiKeys
+from pagoda.server.named_caches import NamedCaches
 from tests.model import models, tokenizers_made_here
 
 from .conftest import Live, run_server
@@ -31,7 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serve(
-    folder: Path, admin_key: str | None = None, port: int = 0, *, keys: bool = True, **settings: Any
+    folder: Path,
+    admin_key: str | None = None,
+    port: int = 0,
+    *,
+    keys: bool = True,
+    caches: NamedCaches | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Live]:
     engine = Engine(
         str(folder),
@@ -43,6 +50,7 @@ async def serve(
         "admin_key": admin_key,
         "served_model_names": ["tiny"],
         "drain_s": 1,
+        "caches": caches,
     }
     async with run_server(AsyncEngine(engine), port, **options) as live:
         yield live

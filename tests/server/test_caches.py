@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import stat
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import openai
 import pytest
 
+from pagoda.errors import ConfigError
 from pagoda.server.auth import ApiKeys
+from pagoda.server.named_caches import NamedCaches
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -81,6 +85,31 @@ async def test_a_request_is_rendered_after_the_content(fake: Live) -> None:
         model="fake", input="How many?", max_output_tokens=2, extra_body={"cached_content": made["id"]}
     )
     assert used == fake.backend.seen[-1]["prompt"]
+
+
+async def test_messages_of_anthropics_api_go_on_from_it_too(fake: Live) -> None:
+    made = await create(fake, **CONTENT)
+    await chat(fake, "How many?", made["id"])
+    used = fake.backend.seen[-1]["prompt"]
+    asked = {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "How many?"}]}
+    body = {**asked, "cached_content": made["id"]}
+    answer = await fake.http.post("/v1/messages", json=body, headers=A)
+    assert answer.status_code == 200, answer.text
+    assert fake.backend.seen[-1]["prompt"] == used
+    counted = await fake.http.post("/v1/messages/count_tokens", json=body, headers=A)
+    assert counted.json() == {"input_tokens": len(used)}
+    point = {"role": "user", "content": [{"type": "text", "text": "How many?", "cache_control": {"type": "ephemeral"}}]}
+    await fake.http.post("/v1/messages", json={**body, "messages": [point]}, headers=A)
+    (lease,) = fake.backend.seen[-1]["leases"]
+    assert made["num_tokens"] < lease.num_tokens <= len(used)  # the cut is rendered after the content as well
+    for extra, word in (
+        ({"system": "Be brief."}, "system is part"),
+        ({"cache_salt": "x"}, "leave it out"),
+        ({"tools": [{"name": "count", "input_schema": {"type": "object"}}]}, "leave them out"),
+    ):
+        refused = await fake.http.post("/v1/messages", json={**body, **extra}, headers=A)
+        assert (refused.status_code, word in refused.json()["error"]["message"]) == (400, True), refused.text
+    assert (await fake.http.post("/v1/messages", json=body, headers=B)).status_code == 404
 
 
 async def test_tools_are_part_of_the_content(fake: Live) -> None:
@@ -212,3 +241,47 @@ async def test_over_budget_is_refused_and_leaves_nothing(folder: Path) -> None:
         await flood(live)
         stats = live.backend.stats()
         assert (stats.num_leases, stats.num_leased_blocks) == (0, 0)
+
+
+# -- over a restart ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_file_carries_them_over_a_restart(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "caches.json"
+    async with serve(folder, caches=NamedCaches(path)) as live:
+        made = await create(live, system=SYSTEM, display_name="harbour")
+        ended = await create(live, prompt="The tide comes in. " * 9)
+        await live.http.delete(f"/v1/caches/{ended['id']}", headers=A)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with serve(folder, caches=NamedCaches(path)) as live:
+        async with asyncio.timeout(10):
+            while live.backend.stats().num_leases == 0:
+                await asyncio.sleep(0.01)
+        (found,) = (await live.http.get("/v1/caches", headers=A)).json()["data"]
+        assert found == {name: value for name, value in made.items() if name != "usage"}
+        await flood(live)
+        answer = await chat(live, "How many boats?", made["id"], model="tiny")
+        assert answer.usage.prompt_tokens_details.cached_tokens >= made["held_tokens"]
+        await live.http.delete(f"/v1/caches/{made['id']}", headers=A)
+    assert json.loads(path.read_text()) == []
+
+
+async def test_what_cannot_be_held_after_a_restart_is_forgotten(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "caches.json"
+    async with serve(folder, caches=NamedCaches(path)) as live:
+        await create(live, system=SYSTEM)
+        await create(live, prompt="soon over " * 9, ttl_s=0.01)
+    async with serve(folder, caches=NamedCaches(path), lease_share=0.05) as live:
+        async with asyncio.timeout(10):
+            while (await live.http.get("/v1/caches", headers=A)).json()["data"]:
+                await asyncio.sleep(0.01)
+        assert live.backend.stats().num_leases == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[5]", '[{"id": 5}]', '{"id": "x"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "caches.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="move it away"):
+        NamedCaches(path)
+    assert path.read_text() == text

@@ -49,6 +49,23 @@ async def test_what_the_next_prompt_begins_with_is_computed(stream: bool) -> Non
         assert backend.tokenizer.decode(prefill["prompt"]).endswith("once \n")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_same_after_a_message_of_anthropics_api(stream: bool) -> None:
+    backend = FakeBackend()
+    async with run_server(backend, prefill_next_turn=True, served_model_names=["any"]) as live:
+        body = {"model": "any", "messages": FIRST, "max_tokens": 5, "stream": stream}
+        assert (await live.http.post("/v1/messages", json=body)).status_code == 200
+        async with asyncio.timeout(2):
+            while len(backend.seen) < 2:
+                await asyncio.sleep(0.01)
+        await live.until_idle()
+        assert backend.seen[1]["params"].max_tokens == 0
+        prefilled = backend.seen[1]["prompt"]
+        await live.http.post("/v1/messages", json={**body, "messages": second("once "), "stream": False})
+        assert backend.seen[2]["prompt"][: len(prefilled)] == prefilled
+        assert backend.tokenizer.decode(prefilled).endswith("once \n")
+
+
 @pytest.mark.parametrize("fields", [{"n": 2}, {"max_tokens": 0}])
 async def test_only_a_single_answer_has_a_next_turn(fields: dict[str, Any]) -> None:
     backend = FakeBackend()

@@ -37,6 +37,7 @@ def anthropic_router(served: Served, max_body_bytes: int) -> APIRouter:
     @router.post("/messages/count_tokens")
     async def count(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        return JSONResponse({"input_tokens": await asyncio.to_thread(count_tokens, served, body)})
+        counted = await asyncio.to_thread(count_tokens, served, body, request.state.namespace)
+        return JSONResponse({"input_tokens": counted})
 
     return router

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagoda.errors import InvalidRequest
@@ -28,24 +28,44 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Everything of a request that becomes its prompt. Blocks are checked."""
+    """Everything of a request that becomes its prompt. Blocks are checked.
+
+    `start` and `start_tools` stand before all else, as chat templates take them: the content of a named cache.
+    """
 
     tools: tuple[Block, ...]
     system: tuple[Block, ...]
     turns: tuple[Turn, ...]
+    start: tuple[Mapping[str, Any], ...] = ()
+    start_tools: tuple[Mapping[str, Any], ...] = ()
 
     def after_tool(self, index: int) -> Conversation:
         """What precedes the end of a tool."""
-        return Conversation(self.tools[: index + 1], (), ())
+        return replace(self, tools=self.tools[: index + 1], system=(), turns=())
 
     def after_system(self, index: int) -> Conversation:
         """What precedes the end of a system block."""
-        return Conversation(self.tools, self.system[: index + 1], ())
+        return replace(self, system=self.system[: index + 1], turns=())
 
     def after_block(self, turn: int, index: int) -> Conversation:
         """What precedes the end of a turn's block."""
         last = Turn(self.turns[turn].role, self.turns[turn].blocks[: index + 1])
-        return Conversation(self.tools, self.system, (*self.turns[:turn], last))
+        return replace(self, turns=(*self.turns[:turn], last))
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """All of it but the tools, as chat templates take it."""
+        messages = list(self.start)
+        if self.system:
+            messages.append({"role": "system", "content": _joined(self.system)})
+        for turn in self.turns:
+            messages += _assistant(turn.blocks) if turn.role == "assistant" else _user(turn.blocks)
+        return messages
+
+    @property
+    def functions(self) -> list[Mapping[str, Any]] | None:
+        """The tools, as chat templates take them; None if there are none."""
+        return [*self.start_tools, *(_function(tool) for tool in self.tools)] or None
 
     def render(self, tokenizer: Tokenizer, *, add_generation_prompt: bool) -> str:
         """The text of the prompt.
@@ -53,12 +73,7 @@ class Conversation:
         Raises:
             InvalidRequest: the model's template refuses it.
         """
-        messages: list[dict[str, Any]] = []
-        if self.system:
-            messages.append({"role": "system", "content": _joined(self.system)})
-        for turn in self.turns:
-            messages += _assistant(turn.blocks) if turn.role == "assistant" else _user(turn.blocks)
-        tools = [_function(tool) for tool in self.tools] or None
+        messages, tools = self.messages, self.functions
         try:
             return tokenizer.render_chat(messages, tools, add_generation_prompt)
         except InvalidRequest:

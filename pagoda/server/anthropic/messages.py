@@ -6,7 +6,7 @@ message_start ── content_block_start ── content_block_delta ... ── c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.errors import RequestAborted
+from pagoda.errors import InvalidRequest, RequestAborted
+from pagoda.server.alignment import stable_tokens
 from pagoda.server.anthropic.breakpoints import find_breakpoints, input_usage, place_leases
 from pagoda.server.anthropic.conversation import Conversation, parse_conversation
 from pagoda.server.anthropic.errors import describe_error
@@ -23,6 +24,8 @@ from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.explain import about_cache
 from pagoda.server.leases import lease_report
+from pagoda.server.next_turn import NextTurn
+from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.stream import NamedEventStream, merge, until_disconnect
 
@@ -41,6 +44,7 @@ class MessageJob:
     leases: tuple[LeaseSpec, ...]
     num_breakpoints: int
     tokenizer: Tokenizer
+    next_turn: NextTurn
 
 
 def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
@@ -53,24 +57,30 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
     model = served.resolve(request.model)
     params = request.sampling_params()
     tokenizer = served.engine.tokenizer
-    conversation = _conversation(request)
+    conversation, salt = _conversation(served, namespace, request)
     points = find_breakpoints(conversation, request.cache_control)
     prompt = _encode(conversation, tokenizer)
+
+    def next_turn(answer: str) -> list[int]:
+        said = [*conversation.messages, {"role": "assistant", "content": answer}]
+        return stable_tokens(said, conversation.functions, tokenizer)
+
     return MessageJob(
         id=new_id("msg"),
         model=model,
         prompt=prompt,
         params=params,
-        scope=Scope(namespace, request.cache_salt or ""),
+        scope=Scope(namespace, salt),
         priority=request.priority,
         stream=bool(request.stream),
         leases=place_leases(points, prompt, tokenizer),
         num_breakpoints=len(points),
         tokenizer=tokenizer,
+        next_turn=next_turn,
     )
 
 
-def count_tokens(served: Served, body: bytes) -> int:
+def count_tokens(served: Served, body: bytes, namespace: str) -> int:
     """Tokens of the prompt that a request would have. As slow as `prepare_message`.
 
     Raises:
@@ -78,14 +88,21 @@ def count_tokens(served: Served, body: bytes) -> int:
     """
     request = validate(PromptFields, parse_object(body))
     served.resolve(request.model)
-    conversation = _conversation(request)
+    conversation, _ = _conversation(served, namespace, request)
     find_breakpoints(conversation, request.cache_control)
     return len(_encode(conversation, served.engine.tokenizer))
 
 
-def _conversation(request: PromptFields) -> Conversation:
-    shown = request.tools if (request.tool_choice or {}).get("type") != "none" else None
-    return parse_conversation(shown or (), request.system, request.messages)
+def _conversation(served: Served, namespace: str, request: PromptFields) -> tuple[Conversation, str]:
+    """What becomes the prompt, from the named cache on that the request continues, and the salt of its KV."""
+    goes_on = request.cached_content is not None
+    start = start_of(served, namespace, request, request.tools if goes_on else None)
+    if goes_on and request.system:
+        raise InvalidRequest("system is part of the cached content: leave it out", param="system")
+    shows_tools = (request.tool_choice or {}).get("type") != "none"
+    conversation = parse_conversation(request.tools or () if shows_tools else (), request.system, request.messages)
+    tools = tuple(start.tools) if shows_tools else ()
+    return replace(conversation, start=tuple(start.messages), start_tools=tools), start.cache_salt
 
 
 def _encode(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
@@ -110,6 +127,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
                 priority=job.priority,
                 leases=job.leases,
                 adapter=served.adapter(job.model),
+                next_turn=job.next_turn,
             )
         ]
     )

@@ -36,6 +36,9 @@ class PromptFields(BaseModel):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    # Beyond Anthropic's.
+    cached_content: str | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
 
 
 class MessagesRequest(PromptFields):
@@ -48,7 +51,6 @@ class MessagesRequest(PromptFields):
     top_p: float | None = None
     top_k: Int32 | None = None
     # Beyond Anthropic's.
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Int32 = 0
     tiers: TierOptions | None = None
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pagoda.errors import InvalidRequest
 from pagoda.server.openai.respond import Served
-from pagoda.server.openai.schema import GenerationRequest
+
+
+class Continuing(Protocol):
+    """A request that may go on from a named cache."""
+
+    @property
+    def cached_content(self) -> str | None:
+        """The cache's name."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The request's own salt."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Start:
 
 
 def start_of(
-    served: Served, namespace: str, request: GenerationRequest, tools: Sequence[Mapping[str, Any]] | None
+    served: Served, namespace: str, request: Continuing, tools: Sequence[Mapping[str, Any]] | None
 ) -> Start:
     """What a chat begins with: nothing, or the content of the tenant's cache that it names.
 
@@ -40,7 +51,7 @@ def start_of(
     return Start(cache.messages, cache.tools, cache.cache_salt)
 
 
-def prompt_start_of(served: Served, namespace: str, request: GenerationRequest) -> tuple[str, str]:
+def prompt_start_of(served: Served, namespace: str, request: Continuing) -> tuple[str, str]:
     """The text that a completion's prompts go on from, and the salt it is cached under.
 
     Raises:
@@ -56,6 +67,6 @@ def prompt_start_of(served: Served, namespace: str, request: GenerationRequest) 
     return cache.prompt, cache.cache_salt
 
 
-def _check_salt(request: GenerationRequest) -> None:
+def _check_salt(request: Continuing) -> None:
     if request.cache_salt is not None:
         raise InvalidRequest("the cache has its own cache_salt: leave it out", param="cache_salt")

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -34,6 +34,9 @@ from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.stream import EventStream, merge, until_disconnect
 
+if TYPE_CHECKING:
+    from pagoda.server.tracing import Tracing  # needs an optional package
+
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
 
 
@@ -50,6 +53,7 @@ class Served:
     ledger: Ledger = field(default_factory=Ledger)
     responses: ResponseStore = field(default_factory=ResponseStore)
     prefiller: Prefiller | None = None
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(
@@ -66,6 +70,8 @@ class Served:
     ) -> AsyncGenerator[RequestOutput, None]:
         """`Backend.stream`, on the account of whoever sent the request, and explained if its header asks for that."""
         stream = self.engine.stream(prompt, params, request_id=request_id, scope=scope, adapter=adapter, **settings)
+        if self.tracing is not None:
+            stream = self.tracing.follow(stream, request_id, request.headers)
         if self.prefiller is not None and next_turn is not None and params.n == 1 and params.max_tokens != 0:
             stream = self.prefiller.follow(stream, next_turn, scope, adapter)
         if wants_explanation(request):
