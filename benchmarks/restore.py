@@ -74,10 +74,36 @@ def main() -> None:
         json.dump(results, sys.stdout, indent=2)
         return
     for name, result in results.items():
-        table = Table(title=name, title_justify="left", show_header=False)
-        for key, value in result.items():
-            table.add_row(key, json.dumps(value))
-        Console().print(table)
+        Console().print(as_table(name, result))
+
+
+def as_table(name: str, result: dict[str, Any]) -> Table:
+    """A row for each figure; of figures that have the same parts, a column for each part."""
+    rows = {key: value for key, value in result.items() if isinstance(value, dict)}
+    columns = list(next(iter(rows.values()), {}))
+    if len(rows) == len(result) and all(list(row) == columns for row in rows.values()):
+        table = Table("", *(column.replace("_", " ") for column in columns), title=name, title_justify="left")
+        for key, row in rows.items():
+            table.add_row(key, *map(shown, row.values()))
+        return table
+    table = Table(title=name, title_justify="left", show_header=False)
+    for key, value in result.items():
+        table.add_row(key.replace("_", " "), shown(value))
+    return table
+
+
+def shown(value: Any) -> str:
+    match value:
+        case float():
+            return f"{value:.3g}"
+        case {"median": median, "min": low, "max": high}:
+            return f"{shown(median)} ({shown(low)} to {shown(high)})"
+        case [float(low), float(high)] | (float(low), float(high)):
+            return f"{shown(low)} to {shown(high)}"
+        case list() if len(set(value)) == 1:
+            return f"{shown(value[0])} each time"
+        case _:
+            return str(value)
 
 
 if __name__ == "__main__":
