@@ -56,7 +56,9 @@ def serve(
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(help="Send a trace of each request to this OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces."),
+        typer.Option(
+            help="Send a trace of each request to this OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces."
+        ),
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
     kv_memory: options.KvMemory = None,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -101,7 +102,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str = "smollm2",
+        model: str | os.PathLike[str] = "smollm2",
         *,
         dtype: str = "auto",
         kv_memory: int | str | None = None,
@@ -124,7 +125,7 @@ class Engine:
             raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
         quiet = None if progress else (lambda what, done, total: None)
-        loaded = load_model(model, dtype=dtype, max_model_len=max_model_len, progress=quiet)
+        loaded = load_model(os.fspath(model), dtype=dtype, max_model_len=max_model_len, progress=quiet)
         self.model_name = loaded.name
         self.spec = loaded.spec
         self.tokenizer = loaded.tokenizer

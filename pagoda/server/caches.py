@@ -165,9 +165,7 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
 
     adapter = served.adapter(cache.model)
-    stream = served.stream(
-        request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter
-    )
+    stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
     try:
         await engine.manage(lambda admin: admin.check_room(tokens, scope))
         return await until_disconnect(request.receive, _leased(stream))
@@ -202,7 +200,9 @@ async def revive(served: Served) -> None:
         scope = Scope(cache.namespace, cache.cache_salt)
         try:
             adapter = served.adapter(served.resolve(cache.model))
-            tokens = await asyncio.to_thread(tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer)
+            tokens = await asyncio.to_thread(
+                tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer
+            )
             wish = LeaseSpec(len(tokens), max(0.001, cache.expires_at - time.time()), cache.id)
             output = await _leased(
                 served.engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)

@@ -1,4 +1,4 @@
-"""StateFile: a small JSON file that survives restarts, replaced whole, so that a crash leaves the old or the new one."""
+"""StateFile: a small JSON file that survives restarts; replaced whole, so a crash leaves the old or the new one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
       ├─ prefill            to the first output token
       └─ decode             to the end
 
-The caller's span comes in the W3C `traceparent` header. Attributes follow the conventions for generative AI (`gen_ai.*`),
-and what those have no name for begins with `pagoda.`. No text and no token leaves the server.
+The caller's span comes in the W3C `traceparent` header. Attributes follow the conventions for generative AI
+(`gen_ai.*`), and what those have no name for begins with `pagoda.`. No text and no token leaves the server.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.outputs import StepStats
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.errors import ConfigError
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.tiered import TieredCache

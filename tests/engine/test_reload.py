@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.errors import ConfigError, ModelNotFound
 from tests.model import models, tokenizers_made_here
 

@@ -22,7 +22,10 @@ from .test_cache_control import folder
 __all__ = ["folder"]
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-BODY = {"messages": [{"role": "user", "content": "When do the boats leave the harbour, and from where?"}], "max_tokens": 4}
+BODY = {
+    "messages": [{"role": "user", "content": "When do the boats leave the harbour, and from where?"}],
+    "max_tokens": 4,
+}
 
 
 @pytest.fixture

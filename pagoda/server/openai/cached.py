@@ -31,9 +31,7 @@ class Start:
     cache_salt: str
 
 
-def start_of(
-    served: Served, namespace: str, request: Continuing, tools: Sequence[Mapping[str, Any]] | None
-) -> Start:
+def start_of(served: Served, namespace: str, request: Continuing, tools: Sequence[Mapping[str, Any]] | None) -> Start:
     """What a chat begins with: nothing, or the content of the tenant's cache that it names.
 
     Raises:
