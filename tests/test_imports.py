@@ -3,7 +3,7 @@
                  cli, pagoda/__init__ ──> anything
     cluster ──> engine, kv.observe           integrations ──> kv
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
-    engine  ──> model, kernels (KVView), kv, sparse, blend
+    engine  ──> model, kernels (views), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
     kv, kernels ──> errors, which everyone may import
 
@@ -41,7 +41,7 @@ LEAVES = (
     "retention",
     "tenants",
 )
-METADATA = ("ages", "block_map", "books", "cache", "lease", "observe", "view", *LEAVES)
+METADATA = ("formats", "ages", "block_map", "books", "cache", "lease", "observe", "view", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sparse": ("kv", "kernels"),
     "blend": ("kv", "kernels"),
     "model": ("kernels",),
-    "engine": ("model", "kernels:KVView", "kv", "sparse", "blend"),
+    "engine": ("model", "kernels:KVView", "kernels:Staging", "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
     "cluster": ("engine", "kv.observe"),
     "plan": ("cluster.routing", *(f"kv.{part}" for part in ("sizes", *METADATA))),
@@ -83,7 +83,9 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "lease": ("block_table", "directives", "keys", "lineage", "radix_node"),
     "computing": ("keys", "lease", "lineage", "radix_node"),
     "pool": ("layout",),
-    "tiers": ("keys", "layout", "sizes"),
+    "staging": ("layout", "pool"),
+    "formats": ("layout",),
+    "tiers": ("formats", "keys", "layout", "sizes"),
     "speed": (),
     "breaker": (),
     "transfer": ("breaker", "keys", "layout", "speed", *TIER_PROTOCOL),
@@ -99,7 +101,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "cache": ("books", "computing", "directives", "lease", "lineage", *LEAVES),
     "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
-USES_TORCH = {"pool"}
+USES_TORCH = {"pool", "staging"}
 
 
 def imports(module: str, source: str | None = None) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,19 @@ def _check_tiers(specs: list[str] | None) -> list[str] | None:
     return specs
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers from `0,1,29`, or none from an empty text. Raises ConfigError."""
+    try:
+        return tuple(int(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        raise ConfigError(f"not a list of layers: {text!r}; write such as 0,1,29") from None
+
+
+def _check_layers(text: str) -> str:
+    _check("--kv-skip-layers", parse_layers, text)
+    return text
+
+
 def _check(option: str, parse: Callable[[str], object], text: str) -> None:
     """Read a value now, while it is known which option has it."""
     try:
@@ -115,6 +128,25 @@ Eviction = Annotated[
     str,
     typer.Option(
         metavar="POLICY", help="What goes first when the pool is full: reuse, lru, ...", rich_help_panel=_MEMORY
+    ),
+]
+KvFormat = Annotated[
+    str,
+    typer.Option(
+        "--kv-format",
+        metavar="FORMAT",
+        help="How keys and values are stored: auto, bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvSkipLayers = Annotated[
+    str,
+    typer.Option(
+        "--kv-skip-layers",
+        metavar="LAYERS",
+        callback=_check_layers,
+        help="Layers that --kv-format leaves as the model computes, such as 0,1,29.",
+        rich_help_panel=_MEMORY,
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]

@@ -32,7 +32,9 @@ def plan(
         typer.Option(help="Tokens of prompt and output together, such as 8k; repeatable. [default: 2k 8k 32k 128k]"),
     ] = None,
     shared_prefix: Annotated[str, typer.Option(help="Leading tokens that all requests share, such as 2k.")] = "0",
-    kv_format: Annotated[str, typer.Option(help="fp32, bf16, fp8, int8 or int4.")] = "bf16",
+    kv_format: Annotated[
+        str, typer.Option(help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.")
+    ] = "bf16",
     weights: Annotated[
         str | None, typer.Option(help="fp32, bf16, fp8, int8, int4 or mxfp4. [default: the model's]")
     ] = None,

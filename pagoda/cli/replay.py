@@ -54,7 +54,10 @@ def replay(
     ] = "llama-3.1-8b",
     hardware: Annotated[str, typer.Option(help="See `pagoda plan --list`.", rich_help_panel=_MACHINE)] = "h100",
     devices: Annotated[int, typer.Option(min=1, help="Devices to a replica.", rich_help_panel=_MACHINE)] = 1,
-    kv_format: Annotated[str, typer.Option(help="fp32, bf16, fp8, int8 or int4.", rich_help_panel=_MACHINE)] = "bf16",
+    kv_format: Annotated[
+        str,
+        typer.Option(help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.", rich_help_panel=_MACHINE),
+    ] = "bf16",
     output_speed: Annotated[
         float | None,
         typer.Option(

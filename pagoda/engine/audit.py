@@ -4,8 +4,8 @@
     rounding? no ──> computed again from the first token: which block is wrong first? It, and all built on it, goes
 
 A checksum proves that a tier gave back what it was given; this proves that it was the right KV. Deviation is the length
-of the difference relative to that of the whole, for each part of each layer. Twice what chunking alone causes, measured
-at the first audit, is rounding; more is not.
+of the difference relative to that of the whole, for the keys and for the values of each layer. Twice what chunking alone
+causes, measured at the first audit, is rounding; more is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
@@ -28,8 +27,9 @@ from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import KVCache
+from pagoda.kv.formats.base import Floats
+from pagoda.kv.formats.blocks import decode_block
 from pagoda.kv.keys import Scope
-from pagoda.kv.layout import PartView
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
 from pagoda.model.lora import Adapter
@@ -133,7 +133,7 @@ class Auditor:
             return next((i for i in range(job.block + 1) if not self._agree(held, lease, i, limit)), None)
 
     def _calibrated(self, tokens: TokenArray, job: _Job) -> Deviations:
-        """What rounding may do: twice the deviation between chunkings of a text like this, and the dtype's step."""
+        """What rounding may do: twice the deviation between chunkings of a text like this, and the format's step."""
         if self._limit is None:
             text = np.resize(tokens, _CALIBRATION_BLOCKS * self._size)
             spread: list[Deviations] = []
@@ -142,8 +142,10 @@ class Auditor:
                     spread += [self._deviations(whole, blocks, i) for i in range(_CALIBRATION_BLOCKS)]
                 with self._computed(job, text[: self._size], 0, 1) as singles:
                     spread.append(self._deviations(whole, singles, 0))
-            layers = [layer for group in self._cache.layout.groups for layer in group.layers]
-            steps = [_step(part.dtype) for layer in layers for part in self._cache.layout.layers[layer].parts]
+            layout = self._cache.layout
+            empty = np.zeros(layout.block_bytes, dtype=np.uint8)
+            parts = [part for group in range(len(layout.groups)) for part in decode_block(layout, group, empty)]
+            steps = [part.format.step for part in parts for _ in part.layers]
             self._limit = 2 * np.max(spread, axis=0) + steps
         return self._limit
 
@@ -176,29 +178,24 @@ class Auditor:
         return bool((self._deviations(one, other, block) <= limit).all())  # what is not a number does not agree
 
     def _deviations(self, one: Lease, other: Lease, block: int) -> Deviations:
-        """Of every part of every layer, group by group; 0 where a lease has let go of the block."""
-        layout, found = self._cache.layout, []
-        for group, tables in zip(layout.groups, zip(one.tables, other.tables, strict=True), strict=True):
+        """Of the keys and values of every layer, group by group; 0 where a lease has let go of the block."""
+        layout, found = self._cache.layout, list[float]()
+        for group, tables in enumerate(zip(one.tables, other.tables, strict=True)):
             gone = any(table.first > block for table in tables)
             sides = [self._read(int(table.ids[block])) for table in tables]
-            for layer in group.layers:
-                for part in layout.layers[layer].parts:
-                    a, b = (_part(side, layout.part(layer, part.name)) for side in sides)
-                    found.append(0.0 if gone else float((a - b).norm() / b.norm().clamp_min(1e-30)))
+            for a, b in zip(*(decode_block(layout, group, side) for side in sides), strict=True):
+                found += [0.0] * len(a.layers) if gone else _relative(a.values, b.values).tolist()
         return np.array(found)
 
-    def _read(self, block_id: int) -> torch.Tensor:
+    def _read(self, block_id: int) -> npt.NDArray[np.uint8]:
         buffer = np.empty(self._cache.layout.block_bytes, dtype=np.uint8)
         self._pool.export_block(block_id, buffer)
-        return torch.from_numpy(buffer)
+        return buffer
 
 
-def _part(block: torch.Tensor, view: PartView) -> torch.Tensor:
-    typed = block.view(getattr(torch, view.dtype))
-    return typed.as_strided(view.shape, view.strides, view.offset // typed.itemsize).double()
-
-
-def _step(dtype: str) -> float:
-    """The relative distance of neighbouring numbers."""
-    kind = getattr(torch, dtype)
-    return float(torch.finfo(kind).eps) if kind.is_floating_point else 0.0
+def _relative(values: Floats, expected: Floats) -> Deviations:
+    """For each layer the length of the difference over that of what is expected."""
+    wide = expected.reshape(len(expected), -1).astype(np.float64)
+    off = values.reshape(wide.shape) - wide
+    lengths: Deviations = np.linalg.norm(off, axis=1) / np.maximum(np.linalg.norm(wide, axis=1), 1e-30)
+    return lengths

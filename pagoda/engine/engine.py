@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pagoda.engine.adapters import Adapters
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.memory import safe_kv_memory
+from pagoda.engine.memory import make_pool, safe_kv_memory
 from pagoda.engine.outputs import Completion, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
@@ -30,7 +30,8 @@ from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
-from pagoda.kv.sizes import format_size, parse_size
+from pagoda.kv.sizes import parse_size
+from pagoda.kv.staging import StagedPool
 from pagoda.kv.tenants import Share
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
@@ -77,7 +78,10 @@ class Engine:
 
     Args:
         model: `smollm2`, a Hugging Face folder or hub id, or a GGUF file.
-        dtype: `float32`, `bfloat16` or `auto`; the KV cache has the same.
+        dtype: `float32`, `bfloat16` or `auto`.
+        kv_format: how keys and values are stored: `auto` as the model computes, `bf16`, `fp16`, `fp32`, `fp8_e4m3`,
+            `fp8_e5m2`, `int8` or `int4`, or two of these as `KEYS/VALUES`; see docs/formats.md.
+        kv_skip_layers: layers whose keys and values are stored as the model computes, whatever the format.
         kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
         block_size: tokens per KV block.
         max_model_len: a shorter context than the model's own.
@@ -105,6 +109,8 @@ class Engine:
         model: str | os.PathLike[str] = "smollm2",
         *,
         dtype: str = "auto",
+        kv_format: str = "auto",
+        kv_skip_layers: Collection[int] = (),
         kv_memory: int | str | None = None,
         block_size: int = 16,
         max_model_len: int | None = None,
@@ -130,19 +136,15 @@ class Engine:
         self.spec = loaded.spec
         self.tokenizer = loaded.tokenizer
         self.weights_identity = loaded.weights_identity
-        layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype)
+        layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype, kv_format, kv_skip_layers)
         per_user = layout.blocks_for(loaded.spec.max_context)
         useful = per_user * max_num_seqs * layout.block_stride
         num_bytes = safe_kv_memory(useful) if kv_memory is None else parse_size(kv_memory)
-        num_blocks = num_bytes // layout.block_stride
-        if num_blocks < 2 * len(layout.groups):
-            raise ConfigError(
-                f"{format_size(num_bytes)} of KV memory is too little: a block of {block_size} tokens "
-                f"takes {format_size(layout.block_stride)}"
-            )
-        pool = BlockPool(layout, num_blocks, device=loaded.decoder.device)
+        pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
         cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares)
+        if isinstance(pool, StagedPool):
+            pool.staging.open_blocks = cache.open_blocks
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(

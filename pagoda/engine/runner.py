@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from pagoda.engine.scheduler import Rows
-from pagoda.kernels import KVView
+from pagoda.errors import ConfigError
+from pagoda.kernels import KVView, Staging
+from pagoda.kv.formats import parse_format, plain_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
+from pagoda.kv.staging import StagedPool
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.lora import Adapter, AdapterRows
@@ -29,15 +32,32 @@ class Runner(Protocol):
         """
 
 
-def layout_for(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """The KV layout of a model whose cache has the dtype of its activations."""
-    return KVLayout.for_attention(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=block_size,
-        dtype=str(dtype).removeprefix("torch."),
-        windows=spec.windows,
+def layout_for(
+    spec: ModelSpec, block_size: int, dtype: torch.dtype, kv_format: str = "auto", skip_layers: Collection[int] = ()
+) -> KVLayout:
+    """The KV layout of a model.
+
+    Args:
+        dtype: of its activations.
+        kv_format: what `parse_format` takes; `auto` keeps keys and values in the dtype of the activations.
+        skip_layers: those that do so whatever the format.
+
+    Raises:
+        ConfigError: there is no such format or layer, or the format cannot hold such heads.
+    """
+    if not all(0 <= layer < spec.num_layers for layer in skip_layers):
+        raise ConfigError(f"kv_skip_layers must be layers of the model, 0 to {spec.num_layers - 1}: {skip_layers}")
+    name = str(dtype).removeprefix("torch.")
+    plain = plain_format(name)
+    chosen = plain if kv_format == "auto" else parse_format(kv_format)
+    return KVLayout(
+        [
+            (plain if layer in skip_layers else chosen).attention(
+                spec.num_kv_heads, spec.head_dim, block_size, window, name
+            )
+            for layer, window in enumerate(spec.windows)
+        ],
+        block_size,
     )
 
 
@@ -93,13 +113,42 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
         self.decoder = decoder
+        self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
-        self._kv = [
-            KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(len(pool.layout.layers))
-        ]
+        self._staging = pool.staging if isinstance(pool, StagedPool) else None
+        self._copies = None if self._staging is None else self._staging.copies
+        self._kv = self._views()
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
         device = self.decoder.device
+        if self._staging is not None:
+            self._staging.open(_written_blocks(plan, self._pool.layout.block_size, only_full=False))
+            if self._copies is not self._staging.copies:
+                self._copies, self._kv = self._staging.copies, self._views()
         batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
-        return self.decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)
+        logits = self.decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)
+        if self._staging is not None:
+            self._staging.close(_written_blocks(plan, self._pool.layout.block_size, only_full=True))
+        return logits
+
+    def _views(self) -> list[KVView]:
+        return [self._view(layer) for layer in range(len(self._pool.layout.layers))]
+
+    def _view(self, layer: int) -> KVView:
+        spec = self._pool.layout.layers[layer]
+        parts = {part.name: self._pool.view(layer, part.name) for part in spec.parts}
+        if self._staging is None or not spec.staged:
+            return KVView.of(parts)
+        keys, values = (self._staging.copies.view(layer, part.name) for part in spec.staged)
+        return KVView.of(parts, Staging(keys, values, self._staging.slot_of))
+
+
+def _written_blocks(plan: Sequence[Rows], block_size: int, *, only_full: bool) -> list[int]:
+    """The blocks of all groups that a step's rows are in, or those of them that are full after it."""
+    found: list[int] = []
+    for rows in plan:
+        end = rows.stop // block_size if only_full else -(-rows.stop // block_size)
+        for table in rows.sample.running_lease.tables:
+            found += table.ids[rows.start // block_size : end].tolist()
+    return found

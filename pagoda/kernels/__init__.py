@@ -15,7 +15,7 @@ The memory that attention reads, for one layer:
              row i of n sees entries 0 .. context_len - n + i
 
 `dispatch` holds the public functions and picks the backend; `checks` the argument rules; `reference` is the oracle in
-torch; `native` calls the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
+torch, and `quantized` what it does to codes and scales; `native` calls the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
 """
 
 from pagoda.kernels.cascade import find_shared_prefixes
@@ -31,13 +31,14 @@ from pagoda.kernels.dispatch import (
     write_kv,
 )
 from pagoda.kernels.fused import FusedDecoder, can_fuse
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
 
 __all__ = [
     "AttentionOutput",
     "FusedDecoder",
     "KVView",
     "SharedPrefix",
+    "Staging",
     "add_rms_norm",
     "backend_name",
     "can_fuse",

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels.types import KVView
-
-KV_FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-FLOAT_DTYPES = frozenset(KV_FORMATS.values())
+from pagoda.kernels.types import FLOATS, KV_FORMATS, KVView, Staging
 
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -45,17 +42,18 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """`k`, `v` `[num_rows, num_kv_heads, head_dim]` in the view's dtype, `slot_mapping` int64 `[num_rows]`."""
+    """`k`, `v` `[num_rows, num_kv_heads, head_dim]` of one dtype, `slot_mapping` int64 `[num_rows]`."""
     check_view(view)
-    _, num_kv_heads, _, head_dim = view.keys.shape
+    num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
     for name, new in (("k", k), ("v", v)):
-        if new.dim() != 3 or new.shape[1] != num_kv_heads or new.shape[2] != head_dim or new.dtype != view.keys.dtype:
-            raise KernelError(
-                f"{name} must be [num_rows, {num_kv_heads}, {head_dim}] {view.keys.dtype}; got {_show(new)}"
-            )
+        _check_float(name, new)
+        if new.dim() != 3 or new.shape[1] != num_kv_heads or new.shape[2] != head_dim:
+            raise KernelError(f"{name} must be [num_rows, {num_kv_heads}, {head_dim}]; got {_show(new)}")
         _check_rows(name, new)
-    if k.shape[0] != v.shape[0]:
-        raise KernelError(f"k has {k.shape[0]} rows and v {v.shape[0]}")
+    if k.shape[0] != v.shape[0] or k.dtype != v.dtype:
+        raise KernelError(f"k is {_show(k)} and v {_show(v)}")
+    if view.staging is not None and view.staging.keys.dtype != k.dtype:
+        raise KernelError(f"staged blocks are {view.staging.keys.dtype} and k is {k.dtype}")
     _check_index("slot_mapping", slot_mapping, torch.int64, k.shape[0])
 
 
@@ -84,16 +82,13 @@ def check_attention(
     context_lens: torch.Tensor,
     window: int | None,
     softcap: float | None,
-    kv_format: str | None,
 ) -> None:
     """The arguments of `paged_attention`."""
     check_view(view)
-    _, num_kv_heads, _, head_dim = view.keys.shape
-    dtype = view.keys.dtype
-    if kv_format is not None and KV_FORMATS.get(kv_format) != dtype:
-        raise KernelError(f"kv_format {kv_format!r} with a {dtype} view; known: {', '.join(KV_FORMATS)}")
-    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or q.dtype != dtype:
-        raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}] {dtype}; got {_show(q)}")
+    num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
+    _check_float("q", q)
+    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
+        raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}]; got {_show(q)}")
     _check_rows("q", q)
     num_requests = context_lens.numel()
     _check_index("context_lens", context_lens, torch.int32, num_requests)
@@ -106,16 +101,52 @@ def check_attention(
 
 
 def check_view(view: KVView) -> None:
-    """Keys and values of one shape and dtype, the last dimension contiguous."""
-    keys, values = view.keys, view.values
-    _check_float("keys", keys)
-    if keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
-        raise KernelError(
-            "keys and values must both be [num_blocks, num_kv_heads, block_size, head_dim]; "
-            f"got {_show(keys)} and {_show(values)}"
-        )
-    _check_rows("keys", keys)
-    _check_rows("values", values)
+    """Keys and values of one shape, each of a known dtype with the scales that belong to it; see KVView."""
+    keys, values, staging = view.keys, view.values, view.staging
+    for name, codes in (("keys", keys), ("values", values)):
+        if codes.dtype not in KV_FORMATS:
+            raise KernelError(f"{name} are {codes.dtype}; known: {', '.join(map(str, KV_FORMATS))}")
+        if codes.dim() != 4:
+            raise KernelError(f"{name} must be [num_blocks, num_kv_heads, block_size, head_dim]; got {_show(codes)}")
+        _check_rows(name, codes)
+    num_blocks, num_kv_heads, block_size, width = values.shape
+    head_dim = 2 * width if values.dtype == torch.uint8 else width
+    if keys.shape[:3] != values.shape[:3] or view.head_dim != head_dim:
+        raise KernelError(f"keys and values must be of one shape; got {_show(keys)} and {_show(values)}")
+    if (staging is not None) != (keys.dtype == torch.uint8):
+        raise KernelError("keys in four bits need staged blocks, and no others do")
+    by_row, by_channel = (num_blocks, num_kv_heads, block_size), (num_blocks, num_kv_heads, head_dim)
+    _check_scales("key", keys.dtype, view.key_scales, view.key_zeros, by_row if staging is None else by_channel)
+    _check_scales("value", values.dtype, view.value_scales, view.value_zeros, by_row)
+    if staging is not None:
+        _check_staging(staging, view)
+
+
+def _check_scales(
+    name: str, dtype: torch.dtype, scales: torch.Tensor | None, zeros: torch.Tensor | None, shape: tuple[int, ...]
+) -> None:
+    wanted = {
+        "scales": None if dtype in FLOATS else torch.uint8 if dtype == torch.uint8 else torch.bfloat16,
+        "zeros": torch.bfloat16 if dtype == torch.uint8 else None,
+    }
+    for (what, kind), got in zip(wanted.items(), (scales, zeros), strict=True):
+        if (None if got is None else got.dtype) != kind or (got is not None and got.shape != shape):
+            needs = "none" if kind is None else f"{list(shape)} {str(kind).removeprefix('torch.')}"
+            raise KernelError(f"{name}_{what} of {dtype} must be {needs}; got {'none' if got is None else _show(got)}")
+        if got is not None:
+            _check_rows(f"{name}_{what}", got)
+
+
+def _check_staging(staging: Staging, view: KVView) -> None:
+    num_blocks, num_kv_heads, block_size, _ = view.keys.shape
+    _check_index("slot_of", staging.slot_of, torch.int32, num_blocks)
+    for name, part in (("staged keys", staging.keys), ("staged values", staging.values)):
+        _check_float(name, part)
+        if part.shape[1:] != (num_kv_heads, block_size, view.head_dim) or part.dtype != staging.keys.dtype:
+            raise KernelError(
+                f"{name} must be [num_staged, {num_kv_heads}, {block_size}, {view.head_dim}]; got {_show(part)}"
+            )
+        _check_rows(name, part)
 
 
 def check_step(
@@ -148,7 +179,7 @@ def check_block_table(block_table: torch.Tensor, num_requests: int) -> None:
 
 
 def _check_float(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in FLOAT_DTYPES:
+    if tensor.dtype not in FLOATS:
         raise KernelError(f"{name} must be float32, bfloat16 or float16; got {tensor.dtype}")
 
 

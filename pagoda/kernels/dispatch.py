@@ -51,6 +51,11 @@ def _backend_for(tensor: torch.Tensor) -> ModuleType:
     return _backend if tensor.is_cpu else reference
 
 
+def _backend_for_view(x: torch.Tensor, view: KVView) -> ModuleType:
+    """The native kernels know keys and values that are stored as they are; others are the reference's."""
+    return _backend_for(x) if view.is_plain(x.dtype) else reference
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide each row by its root mean square and multiply by `weight` (Zhang and Sennrich, arXiv:1910.07467).
 
@@ -146,19 +151,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Copy each row's keys and values into its slot. Mutates the pool behind `view`, and only those slots.
+    """Copy each row's keys and values into its slot, quantized as the view is. Mutates the pool, only those slots.
+
+    With staged blocks (see KVView) rows go to the staged copy of their block, and a block whose last slot is among them
+    is quantized into the pool: its other slots must have been written before, or be written now.
 
     Args:
         view: one layer of the pool.
-        k: `[num_rows, num_kv_heads, head_dim]` in the view's dtype, rows and heads strided as they like.
+        k: `[num_rows, num_kv_heads, head_dim]`, rows and heads strided as they like.
         v: like `k`.
         slot_mapping: int64 `[num_rows]`: `block_id * block_size + offset`, all different.
 
     Raises:
-        KernelError: wrong shapes, dtypes or strides, or a slot outside the pool; then nothing is written.
+        KernelError: wrong shapes, dtypes or strides, or a slot outside the pool or the staged blocks; then nothing is
+            written.
     """
     checks.check_write(view, k, v, slot_mapping)
-    _backend_for(k).write_kv(view, k, v, slot_mapping)
+    _backend_for_view(k, view).write_kv(view, k, v, slot_mapping)
 
 
 def rope_write_kv(
@@ -194,7 +203,7 @@ def rope_write_kv(
     """
     checks.check_write(view, k, v, slot_mapping)
     checks.check_rope(q, k, cos, sin, positions)
-    result: torch.Tensor = _backend_for(q).rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
+    result: torch.Tensor = _backend_for_view(q, view).rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
     return result
 
 
@@ -208,7 +217,6 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    kv_format: str | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     shared_prefixes: Sequence[SharedPrefix] = (),
@@ -217,6 +225,9 @@ def paged_attention(
 
     Row `i` of a request with `n` rows sees KV entries `j <= context_len - n + i`, and with a window also
     `j > context_len - n + i - window`. Block table entries of blocks that no row of the request sees are never used.
+    Keys and values are what the view's codes mean; with staged blocks (see KVView) a row reads those of its own block
+    from the staged copy and those of all blocks before from the pool. What is not finite makes NaN of the rows that see
+    it, and of no others of quantized views.
 
     Args:
         q: `[num_rows, num_heads, head_dim]`; query head `h` reads KV head `h // (num_heads / num_kv_heads)`.
@@ -227,7 +238,6 @@ def paged_attention(
         scale: multiplies the scores; usually `head_dim ** -0.5`.
         window: how many entries each row sees at most.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        kv_format: `bf16`, `fp16` or `fp32`; None means the one of the view's dtype.
         need_lse: also return each row's log-sum-exp.
         need_mass: also return the attention mass of each KV entry (what H2O, arXiv:2306.14048, keeps by).
         shared_prefixes: requests that attend to their common leading blocks together, which reads those once (see
@@ -240,8 +250,8 @@ def paged_attention(
         KernelError: wrong shapes, dtypes, strides, lengths or block ids, or prefixes that are not shared, that reach
             into the rows, or that come with a window.
     """
-    checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap, kv_format)
-    result: AttentionOutput = _backend_for(q).paged_attention(
+    checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap)
+    result: AttentionOutput = _backend_for_view(q, view).paged_attention(
         q,
         view,
         block_table,

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from pagoda.errors import KernelError
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
+from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -55,8 +56,47 @@ def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch
     num_blocks, _, block_size, _ = view.keys.shape
     _check_range("slot_mapping", slot_mapping, num_blocks * block_size)
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    view.keys[blocks, :, offsets] = k
-    view.values[blocks, :, offsets] = v
+    if view.staging is None:
+        _write_rows(view.keys, view.key_scales, view.key_zeros, k, blocks, offsets)
+        _write_rows(view.values, view.value_scales, view.value_zeros, v, blocks, offsets)
+        return
+    staged = _staged(view.staging, blocks)
+    view.staging.keys[staged, :, offsets] = k
+    view.staging.values[staged, :, offsets] = v
+    is_last = offsets == block_size - 1
+    _close_blocks(view, view.staging, blocks[is_last], staged[is_last])
+
+
+def _write_rows(
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Keys or values of tokens `[num_rows, num_kv_heads, head_dim]`, each quantized by itself if at all."""
+    if scales is None:
+        codes[blocks, :, offsets] = x.to(codes.dtype)
+        return
+    if zeros is None:
+        new, new_scales = encode_rows(x, codes.dtype)
+    else:
+        new, new_scales, zeros[blocks, :, offsets] = encode_nibbles(x, dim=-1)
+    codes.view(torch.uint8)[blocks, :, offsets] = new.view(torch.uint8)  # torch indexes no float8
+    scales[blocks, :, offsets] = new_scales
+
+
+def _close_blocks(view: KVView, staging: Staging, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+    """Quantize blocks that are full now: what other blocks' rows read of them."""
+    assert view.key_scales is not None, "only keys with scales are staged"
+    assert view.key_zeros is not None, "and with zeros"
+    keys, values = staging.keys[staged], staging.values[staged]
+    view.keys[blocks], view.key_scales[blocks], view.key_zeros[blocks] = encode_nibbles(keys, dim=-2)
+    rows = values.transpose(1, 2).flatten(0, 1)
+    size = values.shape[2]
+    offsets = torch.arange(size, device=blocks.device).repeat(len(blocks))
+    _write_rows(view.values, view.value_scales, view.value_zeros, rows, blocks.repeat_interleave(size), offsets)
 
 
 def rope_write_kv(
@@ -98,11 +138,11 @@ def paged_attention(
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`."""
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = view.keys.shape[1]
+    num_kv_heads, block_size = view.keys.shape[1], view.keys.shape[2]
     group = num_heads // num_kv_heads
     starts, lens = query_start.tolist(), context_lens.tolist()
-    _check_lengths(num_rows, starts, lens, block_table.shape[1] * view.keys.shape[2])
-    _check_shared(shared_prefixes, starts, lens, block_table, view.keys.shape[2], window)
+    _check_lengths(num_rows, starts, lens, block_table.shape[1] * block_size)
+    _check_shared(shared_prefixes, starts, lens, block_table, block_size, window)
 
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_rows, num_heads, device=q.device) if need_lse else None
@@ -120,15 +160,25 @@ def paged_attention(
         if window is not None:
             visible &= seen > last_seen - window
 
-        keys = _gather(view.keys, block_table[request], first, context_len)
-        values = _gather(view.values, block_table[request], first, context_len)
+        keys, values = _gather(view, block_table[request], first, context_len)
         queries = q[begin:end].float().view(query_len, num_kv_heads, group, head_dim)
-        scores = torch.einsum("qkgd,kjd->kgqj", queries, keys) * scale
+        scores = torch.einsum("qkgd,kjd->kgqj", queries, keys)
+        # Where blocks are quantized when they are full, rows read their own block as it was.
+        is_own = seen // block_size == last_seen // block_size
+        if view.staging is not None:
+            own_keys, own_values = _gather_staged(view, block_table[request], first, context_len, query_len)
+            scores = torch.where(is_own, torch.einsum("qkgd,kjd->kgqj", queries, own_keys), scores)
+        scores = scores * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~visible, -torch.inf)
         probabilities = scores.softmax(-1)
-        out[begin:end] = torch.einsum("kgqj,kjd->qkgd", probabilities, values).flatten(1, 2).to(q.dtype)
+        if view.staging is None:
+            attended = _weighted(probabilities, values, visible)
+        else:
+            attended = _weighted(probabilities.masked_fill(is_own, 0), values, visible & ~is_own)
+            attended += _weighted(probabilities.masked_fill(~is_own, 0), own_values, visible & is_own)
+        out[begin:end] = attended.flatten(1, 2).to(q.dtype)
         if lse is not None:
             lse[begin:end] = scores.logsumexp(-1).flatten(0, 1).T
         if mass is not None:
@@ -136,14 +186,68 @@ def paged_attention(
     return AttentionOutput(out, lse, mass)
 
 
-def _gather(pool: torch.Tensor, blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """KV entries `first..last-1` of a request, float32 `[num_kv_heads, last - first, head_dim]`."""
-    block_size = pool.shape[2]
+def _weighted(probabilities: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Values by their probabilities; what is not finite reaches only the rows that see it, for 0 times NaN is NaN."""
+    finite = values.isfinite()
+    attended = torch.einsum("kgqj,kjd->qkgd", probabilities, values.where(finite, 0))
+    if not finite.all():
+        reached = torch.einsum("qj,kjd->qkd", visible.float(), (~finite).float())[:, :, None] > 0
+        attended.masked_fill_(reached, torch.nan)
+    return attended
+
+
+def _gather(view: KVView, blocks: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `first..last-1` of a request, float32 `[num_kv_heads, last - first, head_dim]` each.
+
+    Of staged blocks that are not full the pool has nothing: zeros stand for them.
+    """
+    num_blocks, _num_kv_heads, block_size, _ = view.keys.shape
     first_block = first // block_size
-    ids = blocks[first_block : -(-last // block_size)].long()
-    _check_range("block_table", ids, pool.shape[0])
-    entries = pool[ids].transpose(0, 1).flatten(1, 2)
-    return entries[:, first - first_block * block_size : last - first_block * block_size].float()
+    end_block = -(-last // block_size) if view.staging is None else last // block_size
+    ids = blocks[first_block:end_block].long()
+    _check_range("block_table", ids, num_blocks)
+    found = []
+    for codes, scales, zeros, dim in (
+        (view.keys, view.key_scales, view.key_zeros, -2 if view.staging is not None else -1),
+        (view.values, view.value_scales, view.value_zeros, -1),
+    ):
+        of_blocks = codes.view(torch.uint8)[ids].view(codes.dtype) if codes.itemsize == 1 else codes[ids]
+        if scales is None:
+            entries = of_blocks.float()
+        elif zeros is None:
+            entries = decode_rows(of_blocks, scales[ids])
+        else:
+            entries = decode_nibbles(of_blocks, scales[ids], zeros[ids], dim)
+        entries = entries.transpose(0, 1).flatten(1, 2)
+        missing = last - first_block * block_size - entries.shape[1]
+        if missing > 0:
+            entries = F.pad(entries, (0, 0, 0, missing))
+        found.append(entries[:, first - first_block * block_size : last - first_block * block_size])
+    return found[0], found[1]
+
+
+def _gather_staged(
+    view: KVView, blocks: torch.Tensor, first: int, last: int, query_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_gather`, in full, of the blocks that the last `query_len` tokens are in; zeros for those before."""
+    assert view.staging is not None, "asked only of staged blocks"
+    block_size = view.keys.shape[2]
+    own_block = (last - query_len) // block_size
+    ids = blocks[own_block : -(-last // block_size)].long()
+    _check_range("block_table", ids, view.keys.shape[0])
+    staged = _staged(view.staging, ids)
+    own = own_block * block_size
+    found = []
+    for part in (view.staging.keys, view.staging.values):
+        entries = part[staged].transpose(0, 1).flatten(1, 2)[:, : last - own].float()
+        found.append(entries[:, first - own :] if first > own else F.pad(entries, (0, 0, own - first, 0)))
+    return found[0], found[1]
+
+
+def _staged(staging: Staging, blocks: torch.Tensor) -> torch.Tensor:
+    staged = staging.slot_of[blocks].long()
+    _check_range("the staged copy of a block", staged, staging.keys.shape[0])
+    return staged
 
 
 def _check_range(name: str, index: torch.Tensor, bound: int) -> None:

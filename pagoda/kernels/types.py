@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+# The dtype of the codes says the format.
+KV_FORMATS: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
+    torch.uint8: "int4",
+}
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """One layer's keys and values, in full, of the blocks that are being filled; owns nothing.
+
+    Attributes:
+        keys, values: `[num_staged, num_kv_heads, block_size, head_dim]`, strided as a KVView's.
+        slot_of: int32 `[num_blocks]`: which of the staged blocks is the copy of a block of the pool. Only that of
+            blocks that the rows of a call are in is read.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_of: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +42,65 @@ class KVView:
 
     Both are `[num_blocks, num_kv_heads, block_size, head_dim]` with any strides, the last dimension contiguous. The
     block stride is usually far larger than a block of this layer, since a block holds all layers.
+
+    Quantized ones are codes, and come with scales; keys and values may differ in format, which their dtype says:
+
+        codes           scales                              zeros            a value is
+        float8, int8    bf16 [blocks, heads, block_size]    none             code * scale
+        uint8 values    uint8, the same                     bf16, the same   zero + code * scale
+        uint8 keys      uint8 [blocks, heads, head_dim]     bf16, the same   zero + code * scale
+
+    uint8 codes are two to a byte, so their last dimension is `head_dim / 2`: dimension `i` in the low four bits,
+    `i + head_dim / 2` in the high ones. A uint8 scale is the upper half of a positive float16 (5 bits of exponent, 3 of
+    mantissa). Keys with scales by channel are quantized a block at a time, when it is full: until then, and for the
+    block's own rows after that, the keys and the values of the block are read from `staging`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    key_zeros: torch.Tensor | None = None
+    value_zeros: torch.Tensor | None = None
+    staging: Staging | None = None
+
+    @classmethod
+    def of(cls, parts: Mapping[str, torch.Tensor], staging: Staging | None = None) -> KVView:
+        """A view from its tensors by name."""
+        return cls(
+            parts["keys"],
+            parts["values"],
+            parts.get("key_scales"),
+            parts.get("value_scales"),
+            parts.get("key_zeros"),
+            parts.get("value_zeros"),
+            staging,
+        )
+
+    @property
+    def key_format(self) -> str:
+        """The kv_format of the keys."""
+        return KV_FORMATS[self.keys.dtype]
+
+    @property
+    def value_format(self) -> str:
+        """The kv_format of the values."""
+        return KV_FORMATS[self.values.dtype]
+
+    @property
+    def head_dim(self) -> int:
+        """Values of one head of one token."""
+        width: int = self.keys.shape[3]
+        return 2 * width if self.keys.dtype == torch.uint8 else width
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are codes."""
+        return self.key_scales is not None or self.value_scales is not None
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether keys and values are stored as they are, in this dtype."""
+        return self.keys.dtype == self.values.dtype == dtype and dtype in FLOATS
 
 
 class SharedPrefix(NamedTuple):

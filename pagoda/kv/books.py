@@ -100,6 +100,7 @@ class Books:
             None if group.window is None else max(group.window, layout.block_size + 1) for group in layout.groups
         )
         self._anchor = self._windows.index(None) if None in self._windows else 0  # the group that keeps most of a hit
+        self._only_whole = layout.staged is not None  # partly filled blocks are not in the pool
         self._allocator = Allocator(pool.num_blocks)
         self.tenants = Tenants(self._allocator, shares, slack=len(self._windows) - 1)
         self._tree = RadixTree(
@@ -109,7 +110,7 @@ class Books:
         self._computing = Computing(layout.block_size)
         self._leases: set[Lease] = set()
         self.retention = Retention(self, clock)
-        self.misses = MissLog(self._tree, pool.num_blocks)
+        self.misses = MissLog(self._tree, pool.num_blocks, self._only_whole)
         self.ages = BlockAges(pool.num_blocks, clock)
         self._policy_name = policy_name(policy or LRU())
         self._clock = clock
@@ -147,7 +148,14 @@ class Books:
 
     def lookup(self, tokens: TokenArray, scope: Scope) -> Hit:
         """What `acquire` would find now. Mutates nothing."""
-        return self._hit(self._tree.match(tokens[:-1], scope))
+        return self._hit(self._match(tokens, scope))
+
+    def _match(self, tokens: TokenArray, scope: Scope) -> Match:
+        """The longest known prefix of all but the last of `tokens`, in whole blocks where only those mean something."""
+        found = self._tree.match(tokens[:-1], scope)
+        while self._only_whole and found.num_tokens % self.block_size:  # shorter, it may look back on other blocks
+            found = self._tree.match(tokens[: found.num_tokens // self.block_size * self.block_size], scope)
+        return found
 
     def _hit(self, match: Match) -> Hit:
         ids = match.blocks[match.blocks != ABSENT]
@@ -171,6 +179,15 @@ class Books:
             else num_forks * min(whole, -(-(window + step_tokens) // self.block_size) + 1)
             for window in self._windows
         )
+
+    def open_blocks(self) -> list[int]:
+        """The partly filled last block of every lease, in all groups. Mutates nothing."""
+        return [
+            int(table.ids[lease.num_computed_tokens // self.block_size])
+            for lease in self._leases
+            if lease.num_computed_tokens % self.block_size
+            for table in lease.tables
+        ]
 
     # -- holding prefixes --------------------------------------------------------------------------------------------
 

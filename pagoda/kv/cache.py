@@ -43,7 +43,7 @@ class KVCache(Books):
         Args:
             hit: what `lookup` found, if nothing changed since.
         """
-        lease = self._hold(tokens, scope, self._tree.match(tokens[:-1], scope) if hit is None else hit.match)
+        lease = self._hold(tokens, scope, self._match(tokens, scope) if hit is None else hit.match)
         table = lease.tables[self._anchor]
         self.ages.on_hit(table.ids[table.first : lease.num_committed_blocks])
         tenant = self._tenant(scope)
@@ -55,7 +55,7 @@ class KVCache(Books):
 
     def hold(self, tokens: TokenArray, scope: Scope) -> Lease:
         """A lease as `acquire` gives, of one who computes nothing that others may wait for: it counts as no lookup."""
-        return self._hold(tokens, scope, self._tree.match(tokens[:-1], scope))
+        return self._hold(tokens, scope, self._match(tokens, scope))
 
     def quarantine(self, tokens: TokenArray, scope: Scope) -> str:
         """The last block of a prefix was found to hold wrong KV: it and all that continues it are forgotten.
@@ -311,13 +311,14 @@ class KVCache(Books):
         return twin
 
     def release(self, lease: Lease, tokens: TokenArray) -> None:
-        """End a lease. What it computed stays in the tree, the partly filled last block included.
+        """End a lease. What it computed stays in the tree, if the pool has it the partly filled block too.
 
         Args:
             tokens: the lease's whole sequence, at least `num_computed_tokens` long.
         """
         self._end(lease)
-        self._commit(lease, tokens, lease.num_computed_tokens)
+        if not self._only_whole:
+            self._commit(lease, tokens, lease.num_computed_tokens)
         self._let_go(lease)
 
     def discard(self, lease: Lease) -> None:

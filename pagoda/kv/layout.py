@@ -8,8 +8,8 @@ A block is one contiguous range over all layers of its group, so export, import,
 copies. Layers are described by named parts, not by "K and V": multi-head latent attention is one part, a scale array
 for a quantized format another, with no new code path.
 
-Layers of one attention kind (full, or sliding with window W) form groups of equally many layers. All groups draw blocks
-of equal size from the one pool, and each request has one block table per group.
+Layers of one attention kind (full, or sliding with window W) form groups of equally many layers, whatever the dtypes of
+their parts. All groups draw blocks of equal size from the one pool, and each request has one block table per group.
 """
 
 from __future__ import annotations
@@ -62,15 +62,21 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps in a block, and how far back it looks (`window` tokens; None: everything)."""
+    """What one layer keeps in a block, and how far back it looks (`window` tokens; None: everything).
+
+    `staged` are the parts of a block that is being filled, kept outside the pool until it is full: for formats that
+    quantize whole blocks.
+    """
 
     parts: tuple[PartSpec, ...]
     window: int | None = None
+    staged: tuple[PartSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [part.name for part in self.parts]
-        if len(set(names)) != len(names):
-            raise ConfigError(f"a layer's parts need different names, got {', '.join(names)}")
+        for parts in (self.parts, self.staged):
+            names = [part.name for part in parts]
+            if len(set(names)) != len(names):
+                raise ConfigError(f"a layer's parts need different names, got {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,16 @@ class KVLayout:
         return (lines | 1) * ALIGNMENT
 
     @cached_property
+    def staged(self) -> KVLayout | None:
+        """The layout, in the same groups, of blocks that are being filled; None if they are filled in the pool.
+
+        Where there is one, a block means something only when it is full: hits end where blocks end.
+        """
+        if not any(layer.staged for layer in self.layers):
+            return None
+        return KVLayout([LayerSpec(layer.staged, layer.window) for layer in self.layers], self.block_size)
+
+    @cached_property
     def bytes_per_token(self) -> float:
         """KV bytes of one token over all layers, padding excluded.
 
@@ -203,12 +219,12 @@ class KVLayout:
 
 def _group(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     """Split layers by kind, then into groups of equally many layers (the greatest size that divides every kind)."""
-    kinds: dict[LayerSpec, list[int]] = {}
+    kinds: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(layer, []).append(index)
+        kinds.setdefault(layer.window, []).append(index)
     size = math.gcd(*(len(members) for members in kinds.values()))
     return tuple(
-        LayerGroup(tuple(members[start : start + size]), kind.window)
-        for kind, members in kinds.items()
+        LayerGroup(tuple(members[start : start + size]), window)
+        for window, members in kinds.items()
         for start in range(0, len(members), size)
     )

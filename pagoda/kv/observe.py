@@ -38,7 +38,7 @@ class MissReason(StrEnum):
     """Why the first missed token missed."""
 
     NONE = "none"  # all but the last token hit, which is always computed
-    PARTIAL_BLOCK = "partial_block"  # tiers gave all whole blocks before the last token, and keep no others
+    PARTIAL_BLOCK = "partial_block"  # all whole blocks before the last token hit, and no others are kept
     EVICTED = "evicted"
     LEASE_EXPIRED = "lease_expired"  # and evicted then
     RESTORE_FAILED = "restore_failed"  # a tier has it and could not give it
@@ -104,10 +104,15 @@ class Explanation:
 
 
 class MissLog:
-    """Remembers what was where, in 8 bytes a block and the ghosts. Not thread-safe: the engine's thread owns it."""
+    """Remembers what was where, in 8 bytes a block and the ghosts. Not thread-safe: the engine's thread owns it.
 
-    def __init__(self, tree: RadixTree, num_blocks: int) -> None:
+    Args:
+        only_whole: whether the tree keeps no partly filled blocks.
+    """
+
+    def __init__(self, tree: RadixTree, num_blocks: int, only_whole: bool = False) -> None:
         self._tree = tree
+        self._only_whole = only_whole
         self._hashes: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._ghosts: OrderedDict[int, Eviction] = OrderedDict()
 
@@ -147,6 +152,8 @@ class MissLog:
         if known == tokens.size - 1:
             return because(MissReason.NONE)
         index = known // self._tree.block_size
+        if self._only_whole and index == (tokens.size - 1) // self._tree.block_size:
+            return because(MissReason.PARTIAL_BLOCK)
         # A hit has the block before its end in every group.
         name = int(self._hashes[match.blocks[0, index - 1]]) if index else 0
         ghost = self._ghost(tokens, scope, index, name)

@@ -65,6 +65,10 @@ class BlockPool:
             spec.offset // itemsize,
         )
 
+    def fill_from(self, other: BlockPool) -> None:
+        """Copy all blocks of a smaller pool of the same layout. Mutates this pool's first blocks."""
+        self._bytes[: other.num_blocks] = other._bytes
+
     def copy_block(self, source: int, target: int) -> None:
         """Copy a whole block: what copy-on-write does. Mutates block `target`."""
         if self._host is not None:

@@ -151,7 +151,7 @@ def techniques(
     if full != shape:
         rows.append(row("without sliding windows", full, kv_format))
     rows.append(row(f"as it is, {kv_format}", shape, kv_format))
-    for smaller in ("fp8", "int8", "int4"):
+    for smaller in ("fp8_e4m3", "int8", "int4"):
         if smaller != kv_format:
             rows.append(row(f"in {smaller}", shape, smaller))
     if shared:

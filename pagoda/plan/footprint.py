@@ -1,25 +1,12 @@
-"""Footprint: the bytes that a model's KV takes, by kv_format, from the same KVLayout that a pool is made with.
-
-kv_format   bytes of a value        beside the values
-fp32        4
-bf16        2
-fp8         1
-int8        1                       an FP16 scale per token, head and K or V
-int4        1/2                     an FP16 scale and minimum per 32 values
-"""
+"""Footprint: the bytes that a model's KV takes, by kv_format, from the same KVLayout that a pool is made with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pagoda.errors import ConfigError
-from pagoda.kv.layout import KVLayout, LayerSpec, PartSpec
+from pagoda.kv.formats import KVFormat, parse_format
+from pagoda.kv.layout import KVLayout, LayerSpec
 from pagoda.plan.shape import ModelShape
-
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}
-KV_FORMATS = (*_DTYPES, "int4")
-_INT4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +31,13 @@ class Footprint:
     """
 
     def __init__(self, shape: ModelShape, kv_format: str = "bf16", block_size: int = 16, copies: float = 1) -> None:
-        if kv_format not in KV_FORMATS:
-            raise ConfigError(f"no KV format is called {kv_format!r}; there are {', '.join(KV_FORMATS)}")
         self.shape = shape
         self.kv_format = kv_format
         self.copies = copies
-        parts = _parts(shape, kv_format, block_size)
-        self.layout = KVLayout([LayerSpec(parts, window) for window in shape.windows], block_size)
+        self._format = parse_format(kv_format)
+        self.layout = KVLayout(
+            [_layer(shape, self._format, block_size, window) for window in shape.windows], block_size
+        )
 
     @property
     def bytes_per_token(self) -> float:
@@ -69,7 +56,7 @@ class Footprint:
             num_layers = self.shape.windows.count(window)
             each = sum(part.num_bytes for part in self._layer(window).parts) / self.layout.block_size
             label = "full attention" if window is None else f"sliding window {window:,}"
-            formula = f"{num_layers} layers x {_formula(self.shape, self.kv_format)}"
+            formula = f"{num_layers} layers x {_formula(self.shape, self._format, self.layout.block_size)}"
             if self.copies != 1:
                 formula += f" x {self.copies:g} devices keep a copy"
             found.append(GroupTerm(label, num_layers, window, formula, num_layers * each * self.copies))
@@ -121,38 +108,21 @@ def without_windows(shape: ModelShape) -> ModelShape:
     return replace(shape, windows=(None,) * shape.num_layers)
 
 
-def _parts(shape: ModelShape, kv_format: str, block_size: int) -> tuple[PartSpec, ...]:
-    rows = (
-        (("latent", 1, shape.latent.rank + shape.latent.rope_dim),)
-        if shape.latent
-        else tuple((name, shape.num_kv_heads, shape.head_dim) for name in ("keys", "values"))
-    )
-    parts = []
-    for name, num_heads, width in rows:
-        if kv_format == "int4":
-            parts.append(PartSpec(name, (num_heads, block_size, -(-width // 2)), "uint8"))
-            groups = -(-width // _INT4_GROUP)
-            parts.append(PartSpec(f"{name}_scales", (num_heads, block_size, groups, 2), "float16"))
-            continue
-        parts.append(PartSpec(name, (num_heads, block_size, width), _DTYPES[kv_format]))
-        if kv_format == "int8":
-            parts.append(PartSpec(f"{name}_scales", (num_heads, block_size), "float16"))
-    return tuple(parts)
+def _layer(shape: ModelShape, kv_format: KVFormat, block_size: int, window: int | None) -> LayerSpec:
+    if shape.latent:
+        return kv_format.latent(shape.latent.rank + shape.latent.rope_dim, block_size, window)
+    return kv_format.attention(shape.num_kv_heads, shape.head_dim, block_size, window, "bfloat16")
 
 
-def _formula(shape: ModelShape, kv_format: str) -> str:
+def _formula(shape: ModelShape, kv_format: KVFormat, block_size: int) -> str:
     """The bytes of one token in one layer, term by term."""
     if shape.latent:
-        width = shape.latent.rank + shape.latent.rope_dim
-        heads, row = "", f"({shape.latent.rank} latent + {shape.latent.rope_dim} rotary)"
-    else:
-        width = shape.head_dim
-        heads, row = f"2 (K, V) x {shape.num_kv_heads} KV heads x ", f"{shape.head_dim} head_dim"
-    match kv_format:
-        case "int8":
-            return f"{heads}({row} x 1 byte + 2 of scale)"
-        case "int4":
-            return f"{heads}({row} / 2 bytes + {4 * -(-width // _INT4_GROUP)} of scales)"
-        case "fp8":
-            return f"{heads}{row} x 1 byte"
-    return f"{heads}{row} x {4 if kv_format == 'fp32' else 2} bytes"
+        row = f"({shape.latent.rank} latent + {shape.latent.rope_dim} rotary)"
+        return kv_format.values.formula(row, shape.latent.rank + shape.latent.rope_dim, block_size)
+    keys, values = (
+        part.formula(f"{shape.head_dim} head_dim", shape.head_dim, block_size)
+        for part in (kv_format.keys, kv_format.values)
+    )
+    if keys == values:
+        return f"2 (K, V) x {shape.num_kv_heads} KV heads x {keys}"
+    return f"{shape.num_kv_heads} KV heads x (K: {keys} + V: {values})"

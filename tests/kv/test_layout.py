@@ -129,8 +129,15 @@ def test_layers_of_one_kind_are_one_group() -> None:
     assert [g.window for g in attention(2, 1, 8, "float32", windows=[8, 8]).groups] == [8]
 
 
-def test_a_group_of_smaller_layers_gets_blocks_of_the_same_size() -> None:
+def test_layers_of_one_kind_are_one_group_whatever_their_parts() -> None:
     layout = quantized()
+    assert [g.layers for g in layout.groups] == [(0, 1)]
+    assert layout.block_bytes == 2 * 2 * 16 * 24 + 2 * 64 + 2 * 2 * 16 * 24 * 2  # each scale takes a cache line
+
+
+def test_a_group_of_smaller_layers_gets_blocks_of_the_same_size() -> None:
+    small, large = quantized().layers
+    layout = KVLayout([small, LayerSpec(large.parts, window=32)], 16)
     assert [g.layers for g in layout.groups] == [(0,), (1,)]
     assert layout.block_bytes == 2 * 2 * 16 * 24 * 2  # the bfloat16 layer's
 

@@ -52,9 +52,11 @@ def test_bytes_of_a_token(name: str, num_bytes: int) -> None:
     ("kv_format", "num_bytes"),
     [
         ("fp32", 262_144),
-        ("fp8", 65_536),
+        ("fp16", 131_072),
+        ("fp8_e4m3", 2 * 32 * 8 * (128 + 2)),
         ("int8", 2 * 32 * 8 * (128 + 2)),
-        ("int4", 2 * 32 * 8 * (64 + 4 * 4)),
+        ("int4", 32 * 8 * (64 + 3 * 128 // 16 + 64 + 3)),
+        ("int8/int4", 32 * 8 * (128 + 2 + 64 + 3)),
     ],
 )
 def test_bytes_in_other_formats(kv_format: str, num_bytes: int) -> None:
@@ -66,6 +68,11 @@ def test_the_formula_is_shown_term_by_term() -> None:
     assert term.formula == "32 layers x 2 (K, V) x 8 KV heads x 128 head_dim x 2 bytes"
     (term,) = Footprint(shape_of("deepseek-v3"), "int8").terms()
     assert term.formula == "61 layers x ((512 latent + 64 rotary) x 1 byte + 2 of scale)"
+    (term,) = Footprint(LLAMA, "int4").terms()
+    assert term.formula == (
+        "32 layers x 8 KV heads x "
+        "(K: (128 head_dim / 2 bytes + 24 of scales) + V: (128 head_dim / 2 bytes + 3 of scales))"
+    )
     sliding, full = Footprint(shape_of("gemma-3-12b")).terms()
     assert (sliding.num_layers, sliding.window, sliding.bytes_per_token) == (40, 1024, 327_680)
     assert (full.num_layers, full.window, full.bytes_per_token) == (8, None, 65_536)

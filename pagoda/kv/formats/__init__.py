@@ -1,0 +1,100 @@
+"""Formats: how keys and values are stored. A kv_format is a name, and a layout of codes and scales in a block.
+
+    name               bytes of a value   beside them                                        read by its own block
+    fp32, bf16, fp16   4, 2, 2            nothing                                            as stored
+    fp8_e4m3, _e5m2    1                  a scale per token and head, 2 bytes                as stored
+    int8               1                  a scale per token and head, 2 bytes                as stored
+    int4               1/2                keys: scale and zero per channel of a block,       in full
+                                          values: per token; 3 bytes each
+
+Keys and values may have different formats: `int8/int4` is keys in INT8 and values in INT4. Keys in INT4 are quantized a
+block at a time, so a block that is being filled is kept in full beside the pool (`LayerSpec.staged`), which its own
+tokens read, and hits end where blocks end. All other formats quantize a token as it is written, and every token reads
+every key so.
+
+One file a format. A format says which parts it keeps (metadata, for layouts and plans) and encodes and decodes whole
+blocks in numpy (for tiers and audits); the kernels do it a token at a time in kernels/quantized.py, to the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.errors import ConfigError
+from pagoda.kv.formats.base import PartFormat
+from pagoda.kv.formats.fp8 import FP8_E4M3, FP8_E5M2
+from pagoda.kv.formats.int4 import INT4_CHANNELS, INT4_ROWS
+from pagoda.kv.formats.int8 import INT8
+from pagoda.kv.formats.plain import BF16, FP16, FP32
+from pagoda.kv.layout import LayerSpec
+
+__all__ = ["FORMATS", "PART_FORMATS", "KVFormat", "PartFormat", "parse_format", "plain_format"]
+
+_BY_ROW: dict[str, PartFormat] = {each.name: each for each in (FP32, BF16, FP16, FP8_E4M3, FP8_E5M2, INT8, INT4_ROWS)}
+FORMATS = tuple(_BY_ROW)
+PART_FORMATS: dict[tuple[bool, str], PartFormat] = {
+    (is_keys, each.parts("any", 1, 1, 2)[0].dtype): INT4_CHANNELS if is_keys and each is INT4_ROWS else each
+    for each in _BY_ROW.values()
+    for is_keys in (False, True)
+}
+"""The format of codes of a dtype, for keys and for other parts."""
+_PLAIN_OF_DTYPE = {each.dtype: each for each in (FP32, BF16, FP16)}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """The formats of a layer's keys and values; the latent of multi-head latent attention has that of `values`."""
+
+    keys: PartFormat
+    values: PartFormat
+
+    @property
+    def name(self) -> str:
+        """As `parse_format` reads it."""
+        return self.keys.name if self.keys.name == self.values.name else f"{self.keys.name}/{self.values.name}"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether blocks that are being filled are kept in full."""
+        return self.keys is INT4_CHANNELS
+
+    def attention(self, num_kv_heads: int, head_dim: int, block_size: int, window: int | None, dtype: str) -> LayerSpec:
+        """What a layer keeps in a block.
+
+        Args:
+            dtype: of activations, a key of DTYPE_BYTES: what staged blocks are in.
+
+        Raises:
+            ConfigError: the format cannot hold heads of this size.
+        """
+        shape = num_kv_heads, block_size, head_dim
+        parts = self.keys.parts("keys", *shape) + self.values.parts("values", *shape)
+        full = _PLAIN_OF_DTYPE[dtype]
+        staged = full.parts("keys", *shape) + full.parts("values", *shape) if self.is_staged else ()
+        return LayerSpec(parts, window, staged)
+
+    def latent(self, width: int, block_size: int, window: int | None) -> LayerSpec:
+        """What a layer of multi-head latent attention keeps in a block."""
+        return LayerSpec(self.values.parts("latent", 1, block_size, width), window)
+
+
+def parse_format(name: str) -> KVFormat:
+    """The format that `--kv-format` names: one of FORMATS, or two of them as KEYS/VALUES.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    keys, differ, values = name.partition("/")
+    values = values if differ else keys
+    for each in (keys, values):
+        if each not in FORMATS:
+            raise ConfigError(
+                f"no KV format is called {each!r}; there are {', '.join(FORMATS)}, and KEYS/VALUES of them"
+            )
+    return KVFormat(INT4_CHANNELS if keys == INT4_CHANNELS.name else _BY_ROW[keys], _BY_ROW[values])
+
+
+def plain_format(dtype: str) -> KVFormat:
+    """Keys and values as they are, in a dtype of activations."""
+    plain = _PLAIN_OF_DTYPE[dtype]
+    return KVFormat(plain, plain)
