@@ -4,8 +4,8 @@
     rounding? no ──> computed again from the first token: which block is wrong first? It, and all built on it, goes
 
 A checksum proves that a tier gave back what it was given; this proves that it was the right KV. Deviation is the length
-of the difference relative to that of the whole, for the keys and for the values of each layer. Twice what chunking alone
-causes, measured at the first audit, is rounding; more is not.
+of the difference relative to that of the whole, for the keys and for the values of each layer. Twice what chunking
+alone causes, measured at the first audit, is rounding; more is not.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ The memory that attention reads, for one layer:
              row i of n sees entries 0 .. context_len - n + i
 
 `dispatch` holds the public functions and picks the backend; `checks` the argument rules; `reference` is the oracle in
-torch, and `quantized` what it does to codes and scales; `native` calls the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
+torch, and `quantized` what it does to codes and scales; `native` calls the C++ in csrc/. Nothing here keeps a reference
+to a tensor after it returns.
 """
 
 from pagoda.kernels.cascade import find_shared_prefixes

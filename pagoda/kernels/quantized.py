@@ -6,8 +6,8 @@
 
 Rows are quantized over their head_dim: a scale for each token and head. A block of keys in nibbles is quantized over
 its tokens: a scale and a zero for each head and channel (KIVI, arXiv:2402.02750), since keys have channels that are
-large in every token. All arithmetic is float32, division by a scale is multiplication by its reciprocal, and rounding is
-to the nearest, ties to even. What is not finite makes its own scale or zero NaN, and so all that is read with it.
+large in every token. All arithmetic is float32, division by a scale is multiplication by its reciprocal, and rounding
+is to the nearest, ties to even. What is not finite makes its own scale or zero NaN, and so all that is read with it.
 """
 
 from __future__ import annotations
