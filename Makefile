@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format install bench bench-peers clean
+.PHONY: help serve test test-vllm lint format install bench bench-peers clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,6 +17,10 @@ serve: install  ## Install all that is needed and serve MODEL (default smollm2) 
 
 test: install  ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: install  ## Run the tests against the real vLLM (PAGODA_VLLM_PYTHON, or made here: some GB)
+	PAGODA_VLLM_PYTHON=$${PAGODA_VLLM_PYTHON:-$$($(BIN)/python -m benchmarks.vllm --python)} \
+	  $(BIN)/python -m pytest tests/integrations/test_vllm_real.py $(ARGS)
 
 lint: install  ## Check style, format and types
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ Importing this package loads nothing heavy; `Engine` and `AsyncEngine` load torc
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 # How long an idle OpenMP thread spins for its next piece of work before it sleeps: about 0.1 ms, which bridges the gaps
 # within a step. The default is many milliseconds, and where other processes want the cores it made a step ten times
-# slower. It counts only if it is set before torch loads OpenMP.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# slower. It counts only if it is set before torch loads OpenMP; after that, as inside vLLM, it would only reach the
+# processes that the other engine starts.
+if "torch" not in sys.modules:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 try:
     __version__ = version("pagoda-kv")

@@ -5,7 +5,7 @@
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (views), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
-    kv, kernels ──> errors, which everyone may import
+    kv, kernels ──> errors and files, which everyone may import
 
 Every import counts: inside functions, because a lazy dependency is one; under TYPE_CHECKING too, because a package
 that names another's types cannot be read, type-checked or changed without it.
@@ -45,9 +45,10 @@ METADATA = ("formats", "ages", "block_map", "books", "cache", "lease", "observe"
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
-EVERYONE = ("errors", ":__version__")
+EVERYONE = ("errors", "files", ":__version__")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "files": (),
     "config": (),
     "kernels": ("_native",),
     "kv": (),
@@ -243,6 +244,15 @@ def test_an_allowed_import_passes(module: str, source: str) -> None:
 @pytest.mark.parametrize("part", [part for part in METADATA if f"pagoda.kv.{part}" in MODULES])
 def test_kv_metadata_imports_without_torch(part: str) -> None:
     code = f"import sys, pagoda.kv.{part}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_what_runs_inside_vllm_needs_no_engine() -> None:
+    ours = [m for m in MODULES if inside(m, "pagoda.integrations") is not None]
+    needs_vllm = {m for m in ours if any(target.split(".")[0] == "vllm" for target, _ in imports(m))}
+    assert needs_vllm == {"pagoda.integrations.vllm_connector", "pagoda.integrations.vllm.metrics"}
+    engine = "[m for m in sys.modules if m.startswith(('pagoda.engine', 'pagoda.model', 'pagoda.kernels'))]"
+    code = f"import sys, {', '.join(set(ours) - needs_vllm)}; assert not {engine}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

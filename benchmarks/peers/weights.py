@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import torch
 
-from pagoda.model.files import written_atomically
+from pagoda.files import written_atomically
 from pagoda.model.gguf import convert_gguf
 from pagoda.model.registry import resolve
 

@@ -11,6 +11,7 @@ is not sure to pay, the fetch is *hedged*: the engine computes from the front, b
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import queue
@@ -56,6 +57,8 @@ class Fetch:
         hedged: nobody waits any more: blocks come from the back. Set by either side, for good.
         meeting: the block where the computed front and the loads are predicted to meet; the last one's successor when
             nothing is expected.
+        leading: where the first blocks are, as far as one follows the other, once the tiers that could be waited for
+            were asked.
         num_loaded, num_found, num_slower, num_failed: blocks that came; that a tier said it has; of those, which were
             not loaded because computing is faster, and which could not be read.
         skipped: names of tiers that were not asked: out, or slower than computing.
@@ -70,6 +73,7 @@ class Fetch:
     hedged: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    leading: Sequence[Lane] | None = None
     num_loaded: int = 0
     num_found: int = 0
     num_slower: int = 0
@@ -228,6 +232,8 @@ class Fetcher:
     def _load_from(self, lanes: Sequence[Lane], fetch: Fetch, wanted: set[int]) -> set[int]:
         """Load what these lanes have of the wanted blocks, as far as it pays; returns those that did not come."""
         there = self._where(lanes, fetch, wanted)
+        if fetch.leading is None:
+            fetch.leading = [lane for lane in itertools.takewhile(bool, there) if lane]
         low, high = 0, len(there)
         largest = max(1, _PIECE_BYTES // self._bytes)
         step = min(largest, max(1, int(sum(lane is not None for lane in there) * _FIRST_PIECE)))

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.errors import UnsupportedModel, WeightsError
-from pagoda.model.files import Progress, cache_dir, content_hash, folder_written_atomically, no_progress
+from pagoda.files import Progress, cache_dir, content_hash, folder_written_atomically, no_progress
 from pagoda.model.gguf_tokenizer import tokenizer_files
 
 _FORMAT = "v2"  # Part of the folder's name: raise it when the conversion changes.

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from pagoda.errors import ConfigError, WeightsError
+from pagoda.files import Progress
 from pagoda.model.decoder import Decoder
-from pagoda.model.files import Progress
 from pagoda.model.gguf import convert_gguf, gguf_identity
 from pagoda.model.progress import terminal_progress
 from pagoda.model.registry import resolve

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagoda.errors import InvalidRequest, UnsupportedModel, WeightsError
-from pagoda.model.files import content_hash
+from pagoda.files import content_hash
 from pagoda.model.spec import ModelSpec
 from pagoda.model.tokenizer import read_json
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import rich.console
 import rich.progress
 
-from pagoda.model.files import Progress, no_progress
+from pagoda.files import Progress, no_progress
 
 
 @contextmanager

