@@ -7,6 +7,7 @@ Reads JSON lines and answers each with one on the same stdout that it had at the
     {"op": "run", "tokens": [...], "max_tokens": 1, "params": {...}, "salt": null}
                                      -> {"tokens": [...], "seconds": s, "cached": n, "params": {...} or null}
     {"op": "reset"}                  -> {"done": true}       vLLM forgets its prefix cache
+    {"op": "metrics"}                -> {"lines": [...]}     what /metrics would say of Pagoda
     {"op": "end"}                    -> {"done": true}       and the process ends
 """
 
@@ -23,6 +24,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])
+    import prometheus_client
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
@@ -32,6 +34,7 @@ def main() -> None:
         max_num_seqs=4,
         enforce_eager=True,
         enable_prefix_caching=True,
+        disable_log_stats=False,
         kv_transfer_config=settings["kv_transfer_config"],
         **settings.get("options", {}),
     )
@@ -59,6 +62,9 @@ def main() -> None:
             say(run(ask))
         elif ask["op"] == "reset":
             say({"done": llm.reset_prefix_cache()})
+        elif ask["op"] == "metrics":
+            text = prometheus_client.generate_latest().decode()
+            say({"lines": [line for line in text.splitlines() if line.startswith("pagoda_")]})
         else:
             llm.llm_engine.engine_core.shutdown()
             say({"done": True})

@@ -63,6 +63,11 @@ class VllmProcess:
         if not self._ask({"op": "reset"})["done"]:
             raise VllmError("vLLM refused to reset its prefix cache")
 
+    def metrics(self) -> list[str]:
+        """Pagoda's lines of `/metrics`."""
+        lines: list[str] = self._ask({"op": "metrics"})["lines"]
+        return lines
+
     def end(self, timeout_s: float = 60.0) -> list[int]:
         """Let it end as it would; returns the processes of its group that are left then, which are killed."""
         self._ask({"op": "end"})

@@ -72,6 +72,9 @@ def test_1_answers_are_vllms_own_cold_and_after_a_reset(bench: Bench) -> None:
         bench.answers(engine, 1)
         salted = engine.run(prompt(0), 1, salt="another", params={"pagoda": {"wait_s": 30}})
         assert salted["params"]["pagoda"]["num_restored_tokens"] == 0
+        [restored] = [line for line in engine.metrics() if line.startswith("pagoda_tier_restored_tokens_total{")]
+        assert 'tier="disk"' in restored
+        assert float(restored.split()[-1]) == 7 * BLOCK
         assert engine.end() == []
 
 
