@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
+from benchmarks.peers.engines import all_cores
+
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 300.0
 
@@ -129,8 +131,10 @@ class VllmProcess:
         return answer
 
 
-# One GiB of KV; its own processes on this machine only; no messages to the outside.
+# One GiB of KV; the same cores with and without a connector, for which vLLM would reserve one; its own processes on this
+# machine only; no messages to the outside.
 _ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
