@@ -131,8 +131,7 @@ class VllmProcess:
         return answer
 
 
-# One GiB of KV; the same cores with and without a connector, for which vLLM would reserve one; its own processes on this
-# machine only; no messages to the outside.
+# One GiB of KV; the same cores with and without a connector, for which vLLM would reserve one; no messages to others.
 _ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
     "VLLM_CPU_KVCACHE_SPACE": "1",

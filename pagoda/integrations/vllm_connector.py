@@ -131,6 +131,11 @@ class PagodaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Its blocks may go at once; the client is told where its prompt came from."""
         return False, self._scheduler.finished(request)
 
+    def reset_cache(self) -> bool:
+        """Tiers are not emptied: what they have is not found any more."""
+        self._scheduler.forget()
+        return True
+
     # -- in both -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PagodaStats | None:

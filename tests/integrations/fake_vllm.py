@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -63,13 +64,13 @@ class FakeVllm:
             worker.register({f"layer {i}": cache[i] for i in range(NUM_LAYERS)})
         self.tables: dict[str, list[int]] = {}
         self._free = list(range(NUM_BLOCKS))
+        self._finished: Counter[str] = Counter()
         self.failed: set[int] = set()
 
     def step(self, scheduled: Mapping[str, FakeRequest], num_tokens: Mapping[str, int]) -> set[str]:
         """Compute so many tokens of each request; returns the requests whose loads all workers finished."""
         orders = self.scheduler.orders(num_tokens, lambda name: self.tables[name])
         told = []
-        finished: list[set[str]] = []
         for shard, worker in enumerate(self.workers):
             own = Orders(**{name: getattr(orders, name) for name in Orders.__dataclass_fields__})
             own.loads, own.saves = list(orders.loads), list(orders.saves)
@@ -78,14 +79,17 @@ class FakeVllm:
                 self._compute(scheduled[name], count, shard)
             worker.start_loads()
             worker.save()
-            finished.append(worker.finish())
+            self._finished.update(worker.finish())
             self.failed |= worker.take_failed_blocks()
             told.append(worker.take_replies())
         for name, count in num_tokens.items():
             scheduled[name].num_computed_tokens += count
         replies = [reply for reply in told if reply is not None]
         self.scheduler.update(reduce(Replies.aggregate, replies) if replies else None)
-        return set().union(*finished)
+        done = {name for name, count in self._finished.items() if count == len(self.workers)}
+        for name in done:
+            del self._finished[name]
+        return done
 
     def _compute(self, request: FakeRequest, count: int, shard: int) -> None:
         start = request.num_computed_tokens

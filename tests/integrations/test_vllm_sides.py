@@ -107,6 +107,22 @@ def test_another_salt_namespace_model_or_picture_finds_nothing(make: Make) -> No
     assert restored(make(Lent(tier), fingerprint=b"x" * 32).run(patient())) == 0
 
 
+def test_nothing_from_before_a_reset_is_found_or_written_under_its_name(make: Make) -> None:
+    tier = MemoryTier(1 << 20)
+    engine = make(tier)
+    engine.run(patient())
+    running = patient(PROMPT[::-1])
+    engine.admit(running)
+    engine.scheduler.forget()
+    engine.step({running.request_id: running}, {running.request_id: running.num_tokens})
+    engine.end(running)
+    engine.settle()
+    assert tier.usage().num_records == 5
+    assert restored(engine.run(patient())) == 0
+    engine.settle()
+    assert restored(engine.run(patient())) == 20
+
+
 def test_a_prompt_of_embeddings_is_left_alone(make: Make) -> None:
     tier = MemoryTier(1 << 20)
     engine = make(tier)

@@ -9,6 +9,7 @@ finished         the end                          keep, and explain
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from pagoda.integrations.vllm.keys import RequestKeys, VllmRequest, scope_of
 from pagoda.integrations.vllm.messages import Answer, Ask, Keep, Load, Orders, Replies, Save, Told, together
 from pagoda.integrations.vllm.params import NAME, Params, read_params
 from pagoda.integrations.vllm.stats import Figures
-from pagoda.kv.keys import BlockKey, KeyChain
+from pagoda.kv.keys import KEY_BYTES, BlockKey, KeyChain
 
 logger = logging.getLogger("vllm.pagoda")
 
@@ -233,6 +234,15 @@ class SchedulerSide:
         """What was counted since the last call."""
         figures, self.figures = self.figures, Figures()
         return figures
+
+    def forget(self) -> None:
+        """Let nothing be found that was written so far: vLLM resets caches when the weights in memory have changed.
+
+        What is written from now on is found until this engine ends.
+        """
+        self._chain = self._chain.for_model(secrets.token_bytes(KEY_BYTES))
+        for tracked in self._requests.values():
+            tracked.keys = None
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class WorkerSide:
         Raises:
             ConfigError, TierUnavailable: see VllmBlocks and open_hierarchy.
         """
+        self.close()  # the former ones, if vLLM makes its cache anew
         blocks = VllmBlocks(caches, self._num_blocks)
         hierarchy = open_hierarchy(self._settings, blocks.block_bytes, self._rank, self._num_workers)
         recalls = Recalls(hierarchy, blocks, self._block_size, self._rank)
