@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pagoda import kernels
-from pagoda.kernels import KVView, backend_name
+from pagoda.kernels import Int8Matrix, KVView, backend_name
 
 CACHE_BYTES = 600 << 20  # more than a last-level cache
 BLOCK_SIZE = 16
@@ -54,9 +54,10 @@ def bench_memory(rounds: int) -> None:
 def bench_linear(num_in: int, num_out: int, rounds: int) -> None:
     size = num_in * num_out * 2
     weights = [torch.randn(num_out, num_in).bfloat16() for _ in range(max(1, CACHE_BYTES // size))]
-    for rows in (1, 2, 4, 8, 16, 32, 64):
+    codes = [Int8Matrix.quantize(weight) for weight in weights]
+    for rows in (1, 2, 4, 8, 16, 32, 64, 512):
         x = torch.randn(rows, num_in).bfloat16()
-        turns = cycle(len(weights)), cycle(len(weights))
+        turns = cycle(len(weights)), cycle(len(weights)), cycle(len(codes))
         candidates: dict[str, Callable[[], object]] = {
             "torch": lambda x=x, turn=turns[0]: F.linear(x, weights[next(turn)]),  # type: ignore[misc]
         }
@@ -64,7 +65,9 @@ def bench_linear(num_in: int, num_out: int, rounds: int) -> None:
             from pagoda.kernels import native
 
             candidates["native"] = lambda x=x, turn=turns[1]: native.linear_few_rows(x, weights[next(turn)], None)  # type: ignore[misc]
+            candidates["int8"] = lambda x=x, turn=turns[2]: native.linear_few_rows(x, codes[next(turn)], None)  # type: ignore[misc]
         result = medians(candidates, rounds)
+        # All in bytes of BF16 weights, so that figures compare.
         figures = "    ".join(f"{name} {size / seconds / 1e9:6.1f} GB/s" for name, seconds in result.items())
         print(f"linear       {rows:3} rows x [{num_out}, {num_in}]    {figures}")
 

@@ -78,10 +78,10 @@ class Model:
         self.groups = pool.layout.group_of_layer
         layers = decoder.weights.layers
         matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        self.in_layers = sum(m.numel() for m in matrices)
-        self.in_head = decoder.weights.lm_head.numel()
-        self.itemsize = decoder.weights.lm_head.itemsize
-        self.kv_token_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * self.itemsize
+        self.in_layers = sum(m.shape.numel() for m in matrices)
+        self.in_head = decoder.weights.lm_head.shape.numel()
+        self.weight_bytes = sum(m.nbytes for m in (*matrices, decoder.weights.lm_head))
+        self.kv_token_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize
 
     def case(self, name: str, tables: torch.Tensor, start: int, new: int, distinct_tokens: int) -> Case:
         """Every request computes `new` tokens after `start`; one row of each gets logits."""
@@ -104,7 +104,7 @@ class Model:
         return Case(
             name,
             lambda: self.decoder.forward(batch, self.views, self.groups),
-            (self.in_layers + self.in_head) * self.itemsize + distinct_tokens * self.kv_token_bytes,
+            self.weight_bytes + distinct_tokens * self.kv_token_bytes,
             2 * requests * (new * self.in_layers + self.in_head) + attention,
         )
 
@@ -164,6 +164,7 @@ def linear_rate(rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a BF16 model (default: %(default)s)")
+    parser.add_argument("--weights", default="full", help="full or int8 (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each case (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all CPUs")
     parser.add_argument("--json", help="also write the results to this file")
@@ -179,7 +180,8 @@ def main() -> None:
         f"limits: read {read / 1e9:.1f} GB/s, BF16 matrices {rate / 1e9:,.0f} GFLOP/s (the faster of torch and Pagoda)"
     )
 
-    cases = step_cases(load_model(args.model, dtype="bfloat16").decoder) + attention_cases()
+    model = load_model(args.model, dtype="bfloat16", weights_format=args.weights)
+    cases = step_cases(model.decoder) + attention_cases()
     for turn in range(args.rounds + 1):
         for case in cases:
             case.run()

@@ -3,6 +3,8 @@
 //     left  [16, 32] bf16, row-major: rows of a matrix as it lies in memory
 //     right [16 pairs, 16 columns, 2] bf16: element (2p, c) and (2p + 1, c) side by side
 //     accumulator [16, 16] float32 += left x right
+//
+// and for bytes: left [16, 64], right [16 quads, 16 columns, 4], accumulator [16, 16] int32.
 #pragma once
 
 #include "vec.h"
@@ -12,6 +14,7 @@ namespace {
 
 constexpr int kTileSide = 16;       // rows, and float32 columns
 constexpr int kTileDepth = 32;      // bf16 columns of a left operand
+constexpr int kCodeDepth = 64;      // int8 columns of a left operand
 constexpr int kTileRowBytes = 64;
 
 // All eight tile registers at full size while this object lives.
@@ -83,6 +86,39 @@ inline void pack_right_operand(const bf16* from, int64_t row_stride, int rows, i
         }
         transpose(r);  // 32-bit lanes are pairs of values
         for (int pair = 0; pair < kTileSide; pair++) _mm512_storeu_si512(to + (i + 2 * pair) * kTileSide, r[pair]);
+    }
+}
+
+// A packed block of 16 rows becomes fixed, as types.h has it. With a unit that is a power of two, a bf16 value of at least 1/128 of
+// the row's largest is exact, as it has 8 significant bits, and a smaller one is off by half a unit at most: 2^-15 of the largest.
+// A row that is not finite gets a unit of NaN, which its products inherit.
+inline void fix_block(bf16* packed, int64_t dim, float* units) {
+    const __m512i high_half = _mm512_set1_epi32((int)0xffff0000);
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t d = 0; d < dim; d += 2) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(packed + d * kTileSide), _mm512_set1_epi16(0x7fff));
+        largest = _mm512_max_epu16(largest, magnitude);
+    }
+    largest = _mm512_max_epu16(largest, _mm512_slli_epi32(largest, 16));  // of both values of a pair
+    constexpr int kNotFinite = 255, kSmallest = 15, kTop = 14;            // exponents as they are stored, and bits below the top one
+    const __m512i found = _mm512_srli_epi32(largest, 23);
+    const __m512i exponent = _mm512_max_epi32(found, _mm512_set1_epi32(kSmallest));
+    const __m512i unit = _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(kTop)), 23);
+    const __m512 inverse = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * 127 + kTop), exponent), 23);
+    const __mmask16 not_finite = _mm512_cmpeq_epi32_mask(found, _mm512_set1_epi32(kNotFinite));
+    _mm512_storeu_si512(units, _mm512_mask_set1_epi32(unit, not_finite, 0x7fc00000));
+    auto fixed = [&](__m512i bits) { return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)bits, inverse)); };
+    auto both = [&](__m512i first, __m512i second) {  // 16 bits each
+        return _mm512_or_si512(_mm512_andnot_si512(high_half, first), _mm512_slli_epi32(second, 16));
+    };
+    const __m512i low_bytes = _mm512_set1_epi16(0x00ff);
+    for (int64_t d = 0; d < dim; d += 4) {
+        __m512i* quad = (__m512i*)(packed + d * kTileSide);
+        const __m512i first = _mm512_loadu_si512(quad), second = _mm512_loadu_si512(quad + 1);
+        const __m512i even = both(fixed(_mm512_slli_epi32(first, 16)), fixed(_mm512_slli_epi32(second, 16)));
+        const __m512i odd = both(fixed(_mm512_and_si512(first, high_half)), fixed(_mm512_and_si512(second, high_half)));
+        _mm512_storeu_si512(quad, _mm512_or_si512(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(low_bytes, odd)));
+        _mm512_storeu_si512(quad + 1, _mm512_or_si512(_mm512_and_si512(even, low_bytes), _mm512_slli_epi16(odd, 8)));
     }
 }
 

@@ -4,7 +4,8 @@
 //     W [16 outs, 32 ins] (read in place)  x  packed x [16 pairs of ins, 16 rows, 2]  ->  y^T [16 outs, 16 rows]
 //
 // A panel is two such tiles of outputs. It meets two blocks of rows at a time: four accumulators, so that each tile that
-// is loaded is used twice, and a panel's W comes from the L1 cache for all rows but the first.
+// is loaded is used twice, and a panel's W comes from the L1 cache for all rows but the first. INT8 codes of W meet one
+// block of fixed x at a time, whose high and low bytes take the place of two blocks.
 #pragma once
 
 #include "amx.h"
@@ -17,8 +18,9 @@ inline Vec rounded(Vec x) {
 }
 
 struct Panel {
-    const bf16* w[2];  // the two tiles' first rows
+    const char* w[2];  // the two tiles' first rows
     int64_t out[2];    // and outputs
+    int64_t row_bytes;
     int tiles;
 };
 
@@ -34,24 +36,24 @@ inline Panel panel_at(const TileLinearArgs& a, int64_t panel) {
         p.tiles = p.out[1] < a.num_out ? 2 : 1;
         if (p.tiles == 1) p.out[1] = p.out[0];
     }
-    for (int i = 0; i < 2; i++) p.w[i] = a.weight + p.out[i] * a.weight_row_stride;
+    p.row_bytes = a.weight_row_stride * (int64_t)(a.weight.scales ? sizeof(int8_t) : sizeof(bf16));
+    for (int i = 0; i < 2; i++) p.w[i] = (const char*)a.weight.values + p.out[i] * p.row_bytes;
     return p;
 }
 
 // y [2 blocks of rows][2 tiles][16 outs][16 rows]
 template <int kBlocks>
 inline void multiply(const TileLinearArgs& a, const Panel& p, const bf16* x, float (*y)[2][kTileSide][kTileSide]) {
-    const int64_t stride = a.weight_row_stride * sizeof(bf16);
-    const bf16* next = x + kTileSide * a.num_in;
+    const bf16 *w0 = (const bf16*)p.w[0], *w1 = (const bf16*)p.w[1], *next = x + kTileSide * a.num_in;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
         _tile_loadd(6, x + i * kTileSide, kTileRowBytes);
-        _tile_loadd(4, p.w[0] + i, stride);
+        _tile_loadd(4, w0 + i, p.row_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, p.w[1] + i, stride);
+        _tile_loadd(5, w1 + i, p.row_bytes);
         _tile_dpbf16ps(1, 5, 6);
         if (kBlocks == 2) {
             _tile_loadd(7, next + i * kTileSide, kTileRowBytes);
@@ -64,6 +66,40 @@ inline void multiply(const TileLinearArgs& a, const Panel& p, const bf16* x, flo
     if (kBlocks == 2) {
         _tile_stored(2, y[1][0], kTileRowBytes);
         _tile_stored(3, y[1][1], kTileRowBytes);
+    }
+}
+
+// The same with codes of W and one block of fixed x: y [2 tiles][16 outs][16 rows]
+inline void multiply_codes(const TileLinearArgs& a, const Panel& p, const bf16* x, const float* x_units,
+                           float (*y)[kTileSide][kTileSide]) {
+    const int64_t stride = 2 * kTileRowBytes;  // of x, where high and low bytes alternate
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < a.num_in; i += kCodeDepth) {
+        const char* quads = (const char*)(x + i * kTileSide);
+        _tile_loadd(6, quads, stride);
+        _tile_loadd(7, quads + kTileRowBytes, stride);
+        _tile_loadd(4, p.w[0] + i, p.row_bytes);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_loadd(5, p.w[1] + i, p.row_bytes);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    }
+    alignas(64) int32_t high[2][kTileSide][kTileSide], low[2][kTileSide][kTileSide];
+    _tile_stored(0, high[0], kTileRowBytes);
+    _tile_stored(1, low[0], kTileRowBytes);
+    _tile_stored(2, high[1], kTileRowBytes);
+    _tile_stored(3, low[1], kTileRowBytes);
+    const Vec low_unit = load(x_units), high_unit = low_unit * 256.0f;
+    for (int tile = 0; tile < 2; tile++) {
+        for (int o = 0; o < kTileSide; o++) {
+            const Vec highs = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(high[tile][o]));
+            const Vec lows = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(low[tile][o]));
+            store(y[tile][o], (highs * high_unit + lows * low_unit) * a.weight.scales[p.out[tile] + o]);
+        }
     }
 }
 
@@ -120,8 +156,8 @@ public:
         const int64_t outs = a.sink == Sink::kSwiGlu ? kTileSide : 2 * kTileSide;
         if (a.panels_ahead == 0 || (panel + a.panels_ahead) * outs >= a.num_out) return;
         const Panel p = panel_at(a, panel + a.panels_ahead);
-        bytes_ = kTileSide * a.weight_row_stride * (int64_t)sizeof(bf16);
-        for (int i = 0; i < 2; i++) tile_[i] = (const char*)p.w[i];
+        bytes_ = kTileSide * p.row_bytes;
+        for (int i = 0; i < 2; i++) tile_[i] = p.w[i];
         share_ = (bytes_ / pairs + 63) / 64 * 64;
     }
     void take() {
@@ -142,16 +178,19 @@ void tile_linear(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int6
     Ahead ahead(a, panel, (row_end - row_begin + 2 * kTileSide - 1) / (2 * kTileSide));
     alignas(64) float y[2][2][kTileSide][kTileSide];
     for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
-        const bf16* x = a.packed_x + row * a.num_in;
+        const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
+        const bool two = row + kTileSide < a.rows;
         ahead.take();
-        if (row + kTileSide < a.rows) {
+        if (a.weight.scales) {
+            multiply_codes(a, p, x, a.x_units + row, y[0]);
+            if (two) multiply_codes(a, p, next, a.x_units + row + kTileSide, y[1]);
+        } else if (two) {
             multiply<2>(a, p, x, y);
-            put(a, p, row, y[0]);
-            put(a, p, row + kTileSide, y[1]);
         } else {
             multiply<1>(a, p, x, y);
-            put(a, p, row, y[0]);
         }
+        put(a, p, row, y[0]);
+        if (two) put(a, p, row + kTileSide, y[1]);
     }
 }
 

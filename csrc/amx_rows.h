@@ -10,10 +10,15 @@ namespace {
 void tile_embed(const EmbedArgs& a, int64_t block) {
     const int64_t first = block * kTileSide;
     float* to = a.lanes + first * a.dim;
+    auto values = [&](int64_t token, int64_t d) {
+        const int64_t at = token * a.dim + d;
+        if (!a.embedding.scales) return load((const bf16*)a.embedding.values + at);
+        return load((const int8_t*)a.embedding.values + at) * a.embedding.scales[token];
+    };
     for (int64_t d = 0; d < a.dim; d += kTileSide) {
         __m512i r[kTileSide];
         for (int i = 0; i < kTileSide; i++) {
-            r[i] = first + i < a.rows ? (__m512i)load(a.embedding + a.token_ids[first + i] * a.dim + d) : _mm512_setzero_si512();
+            r[i] = first + i < a.rows ? (__m512i)values(a.token_ids[first + i], d) : _mm512_setzero_si512();
         }
         transpose(r);
         for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(to + (d + i) * kTileSide, r[i]);
@@ -57,6 +62,10 @@ void tile_pack(const PackArgs& a, int64_t block) {
     }
 }
 
+void tile_fix(const FixArgs& a, int64_t block) {
+    fix_block(a.packed + block * kTileSide * a.dim, a.dim, a.units + block * kTileSide);
+}
+
 void tile_select(const SelectLanesArgs& a, int64_t block) {
     const int64_t first = block * kTileSide;
     float* to = a.to + first * a.dim;
@@ -71,7 +80,7 @@ void tile_select(const SelectLanesArgs& a, int64_t block) {
     }
 }
 
-constexpr TileTable tile_table = {tile_embed, tile_norm, tile_pack, tile_select, tile_linear};
+constexpr TileTable tile_table = {tile_embed, tile_norm, tile_pack, tile_fix, tile_select, tile_linear};
 
 }  // namespace
 }  // namespace pagoda::PAGODA_ISA

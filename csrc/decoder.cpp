@@ -15,8 +15,7 @@ namespace {
 constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
 constexpr int64_t kManyRows = 64;         // fewer read the weights at the speed of memory as it is
-constexpr int64_t kCachedX = 1 << 20;      // bytes of x that stay in a core's cache while panels pass
-constexpr int64_t kPhasesPerLayer = 10;
+constexpr int64_t kPhasesPerLayer = 11;
 constexpr int64_t kOtherPhases = 6;
 
 int64_t blocks(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
@@ -39,6 +38,7 @@ public:
             residual = take<float>(base, all * s.hidden);
             last_residual = take<float>(base, few * s.hidden);
             lse = take<float>(base, rows * s.num_heads);
+            units = take<float>(base, std::max(all, few));
             packed = take<bf16>(base, all * std::max(s.hidden, attended));
             gated = take<bf16>(base, all * s.inter);
             qkv = take<bf16>(base, rows * (attended + 2 * kv));
@@ -47,7 +47,7 @@ public:
             out = take<bf16>(base, rows * attended);
         }
     }
-    float *residual, *last_residual, *lse;
+    float *residual, *last_residual, *lse, *units;
     bf16 *packed, *gated, *qkv, *normed_q, *normed_k, *out;
 
 private:
@@ -104,7 +104,7 @@ public:
     }
 
     void attention(const LayerTensors& layer, const AttentionArgs& args, const AttentionPlan& plan) {
-        norm(layer.input_norm);
+        norm(layer.input_norm, layer.qkv);
         const int64_t heads = s_.num_heads + 2 * s_.num_kv_heads;
         linear(m_.packed, s_.hidden, layer.qkv, layer.qkv_bias, heads * s_.head_dim, Sink::kRows, m_.qkv);
         const RopeArgs rope = rope_args(layer, args.pool);
@@ -130,26 +130,38 @@ public:
     void rest_of(const LayerTensors& layer) {
         const int64_t attended = int64_t{s_.num_heads} * s_.head_dim;
         const PackArgs pack = {m_.out, index_, m_.packed, rows_, attended};
-        share_(blocks(rows_), [&](int64_t block) { tiles_.pack(pack, block); });
+        share_(blocks(rows_), [&](int64_t block) {
+            tiles_.pack(pack, block);
+            fix(m_.packed, attended, layer.output, block);
+        });
         linear(m_.packed, attended, layer.output, layer.output_bias, s_.hidden, Sink::kAddLanes, residual_);
-        norm(layer.mlp_norm);
+        norm(layer.mlp_norm, layer.gate_up);
         linear(m_.packed, s_.hidden, layer.gate_up, layer.gate_up_bias, s_.inter, Sink::kSwiGlu, m_.gated);
+        if (layer.down.scales) share_(blocks(rows_), [&](int64_t block) { fix(m_.gated, s_.inter, layer.down, block); });
         linear(m_.gated, s_.inter, layer.down, layer.down_bias, s_.hidden, Sink::kAddLanes, residual_);
     }
 
     void logits() {
-        norm(s_.final_norm);
+        norm(s_.final_norm, s_.lm_head);
         linear(m_.packed, s_.hidden, s_.lm_head, nullptr, s_.vocab, Sink::kFloatRows, step_.logits);
     }
 
 private:
-    void norm(const bf16* weight) {
+    void norm(const bf16* weight, const Matrix& next) {
         const LanesNormArgs args = {residual_, weight, m_.packed, s_.hidden, s_.eps};
-        share_(blocks(rows_), [&](int64_t block) { tiles_.norm(args, block); });
+        share_(blocks(rows_), [&](int64_t block) {
+            tiles_.norm(args, block);
+            fix(m_.packed, s_.hidden, next, block);
+        });
     }
 
-    void linear(const bf16* x, int64_t num_in, const bf16* weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
-        const TileLinearArgs args = {x, weight, bias, out, num_in, rows_, num_in, num_out, sink,
+    // Makes a packed block what `next` multiplies.
+    void fix(bf16* packed, int64_t dim, const Matrix& next, int64_t block) {
+        if (next.scales) tiles_.fix({packed, m_.units, dim}, block);
+    }
+
+    void linear(const bf16* x, int64_t num_in, const Matrix& weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
+        const TileLinearArgs args = {x, m_.units, weight, bias, out, num_in, rows_, num_in, num_out, sink,
                                      rows_ < kManyRows ? 0 : threads_};
         const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
         const int64_t panels = (num_out + outs - 1) / outs, rows_at_once = rows_at_once_of(num_in), chunks = (rows_ + rows_at_once - 1) / rows_at_once;

@@ -10,17 +10,19 @@
 
 namespace pagoda {
 
-// Matrices are contiguous [out, in]; absent tensors are null.
+// Matrices are contiguous; absent tensors are null.
 struct LayerTensors {
-    const bf16 *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias;
-    const bf16 *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    Matrix qkv, output, gate_up, down;
+    const bf16 *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    const bf16 *input_norm, *q_norm, *k_norm, *mlp_norm;
     int group;       // which block table and slots
     int64_t window;  // INT64_MAX: none
 };
 
-// Sizes are such that tiles are full: hidden, inter and num_heads * head_dim multiples of 32, the rest of 16.
+// Sizes are such that tiles are full: inputs of matrices are multiples of 32, or 64 for codes, and outputs of 16.
 struct DecoderTensors {
-    const bf16 *embedding, *final_norm, *lm_head;
+    Matrix embedding, lm_head;
+    const bf16* final_norm;
     const float *cos, *sin;  // [max_pos, head_dim / 2 or more]
     int64_t rope_row_stride, max_pos;
     int64_t vocab, hidden, inter;

@@ -50,18 +50,22 @@ WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool
             .pool = pool};
 }
 
-// Tensor addresses in the order of LayerTensors, then group and window (0: none).
-using Layer = std::tuple<std::vector<uintptr_t>, int, int64_t>;
+// addresses of the values, and of the scales of codes
+using MatrixAt = std::tuple<uintptr_t, uintptr_t>;
+// Matrices and vectors in the order of LayerTensors, then group and window (0: none).
+using Layer = std::tuple<std::vector<MatrixAt>, std::vector<uintptr_t>, int, int64_t>;
 // block table, its row stride, max_blocks, slots, shared prefixes, how many
 using Group = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t, int64_t>;
 
 int64_t window_or_none(int64_t window) { return window > 0 ? window : std::numeric_limits<int64_t>::max(); }
 
+Matrix matrix(const MatrixAt& m) { return {at<const void>(std::get<0>(m)), at<const float>(std::get<1>(m))}; }
+
 LayerTensors layer_tensors(const Layer& layer) {
-    const auto& [t, group, window] = layer;
-    const auto tensor = [&](size_t i) { return at<const bf16>(t.at(i)); };
-    return {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7), tensor(8), tensor(9), tensor(10),
-            tensor(11), group, window_or_none(window)};
+    const auto& [matrices, vectors, group, window] = layer;
+    const auto m = [&](size_t i) { return matrix(matrices.at(i)); };
+    const auto v = [&](size_t i) { return at<const bf16>(vectors.at(i)); };
+    return {m(0), m(1), m(2), m(3), v(0), v(1), v(2), v(3), v(4), v(5), v(6), v(7), group, window_or_none(window)};
 }
 
 }  // namespace
@@ -153,18 +157,19 @@ NB_MODULE(_native, m) {
         release);
 
     m.def(
-        "linear_bf16",
-        [](Rows x, Rows weight, uintptr_t bias, uintptr_t out, int64_t rows, int64_t num_in, int64_t num_out, int threads) {
-            linear_bf16({.x = at<void>(std::get<0>(x)),
-                         .weight = at<void>(std::get<0>(weight)),
-                         .bias = at<void>(bias),
-                         .out = at<void>(out),
-                         .x_row_stride = std::get<1>(x),
-                         .weight_row_stride = std::get<1>(weight),
-                         .rows = rows,
-                         .num_in = num_in,
-                         .num_out = num_out},
-                        threads);
+        "linear",
+        [](Rows x, MatrixAt weight, int64_t weight_row_stride, uintptr_t bias, uintptr_t out, int64_t rows, int64_t num_in,
+           int64_t num_out, int threads) {
+            linear({.x = at<void>(std::get<0>(x)),
+                    .weight = matrix(weight),
+                    .bias = at<void>(bias),
+                    .out = at<void>(out),
+                    .x_row_stride = std::get<1>(x),
+                    .weight_row_stride = weight_row_stride,
+                    .rows = rows,
+                    .num_in = num_in,
+                    .num_out = num_out},
+                   threads);
         },
         release);
 
@@ -205,14 +210,14 @@ NB_MODULE(_native, m) {
 
     nb::class_<NativeDecoder>(m, "Decoder")
         .def("__init__",
-             [](NativeDecoder* self, uintptr_t embedding, uintptr_t final_norm, uintptr_t lm_head, uintptr_t cos, uintptr_t sin,
+             [](NativeDecoder* self, MatrixAt embedding, MatrixAt lm_head, uintptr_t final_norm, uintptr_t cos, uintptr_t sin,
                 int64_t rope_row_stride, int64_t max_pos, int64_t vocab, int64_t hidden, int64_t inter, int num_heads,
                 int num_kv_heads, int head_dim, float eps, float scale, const std::vector<Layer>& layers) {
                  std::vector<LayerTensors> tensors;
                  for (const Layer& layer : layers) tensors.push_back(layer_tensors(layer));
-                 const DecoderTensors shape = {.embedding = at<const bf16>(embedding),
+                 const DecoderTensors shape = {.embedding = matrix(embedding),
+                                               .lm_head = matrix(lm_head),
                                                .final_norm = at<const bf16>(final_norm),
-                                               .lm_head = at<const bf16>(lm_head),
                                                .cos = at<const float>(cos),
                                                .sin = at<const float>(sin),
                                                .rope_row_stride = rope_row_stride,

@@ -55,14 +55,15 @@ void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads)
                     [&](int64_t begin, int64_t end) { isa().rope_write_kv[dtype](args, begin, end); });
 }
 
-void linear_bf16(const LinearArgs& args, int threads) {
+void linear(const LinearArgs& args, int threads) {
+    // Ranges start at multiples of 32 outputs, as the tiles do; rows are packed 16 at a time.
+    constexpr int64_t kOuts = 32, kRows = 16;
     thread_local ThreadScratch scratch;
     void* packed = scratch.at_least(isa().linear_scratch_bytes(args));
-    isa().linear_pack(args, packed);
-    // Ranges start at multiples of 32 outputs, as the tiles do.
-    constexpr int64_t kOuts = 32;
-    const int64_t groups = (args.num_out + kOuts - 1) / kOuts;
-    parallel_ranges(groups, grain(kOuts * args.num_in), threads, [&](int64_t begin, int64_t end) {
+    parallel_ranges((args.rows + kRows - 1) / kRows, grain(kRows * args.num_in), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; block++) isa().linear_pack(args, packed, block);
+    });
+    parallel_ranges((args.num_out + kOuts - 1) / kOuts, grain(kOuts * args.num_in), threads, [&](int64_t begin, int64_t end) {
         isa().linear(args, packed, begin * kOuts, std::min(end * kOuts, args.num_out));
     });
 }

@@ -25,6 +25,12 @@ enum DType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kNumDTypes = 3 };
 
 // Strides count elements everywhere.
 
+// [out, in], rows one after the other: BF16, or INT8 codes of which output `o`'s are in units of `scales[o]`.
+struct Matrix {
+    const void* values;
+    const float* scales;  // null: BF16
+};
+
 // One layer's keys or values: [num_blocks, num_kv_heads, block_size, head_dim], the last dimension contiguous.
 struct PoolPart {
     void* data;
@@ -76,10 +82,10 @@ struct RopeArgs {
 };
 
 struct LinearArgs {
-    const void* x;       // [rows, in]
-    const void* weight;  // [out, in]
-    const void* bias;    // [out] or null
-    void* out;           // contiguous [rows, out]
+    const void* x;     // [rows, in]
+    Matrix weight;     // its rows may have gaps
+    const void* bias;  // [out] or null
+    void* out;         // contiguous [rows, out]
     int64_t x_row_stride, weight_row_stride;
     int64_t rows, num_in, num_out;
 };
@@ -130,6 +136,11 @@ struct MassTile {
 //     lanes   float [blocks, dim, 16 rows]           the residual stream: one vector holds one value of all rows
 //
 // so that a product, which comes out of the tiles with rows as lanes, needs no transposing on its way to the next one.
+//
+// INT8 codes are multiplied by what is packed once it was made fixed, in place: each row in 16-bit fixed point, its unit a power of
+// two that lets the largest value just fit. High and low bytes are multiplied apart, and the sums are exact:
+//
+//     fixed   bytes [blocks, dim / 4, high | low, 16 rows, 4]    and float units [blocks, 16 rows]
 
 enum class Sink : int {
     kRows,       // bf16 [rows, num_out]
@@ -138,9 +149,12 @@ enum class Sink : int {
     kSwiGlu,     // the weight is gate over up, [2 * num_out, num_in]; silu(gate) * up goes to packed [blocks, num_out / 2, 16, 2]
 };
 
+constexpr int64_t kCachedX = 1 << 20;  // bytes of x that stay in a core's cache while panels of a matrix pass
+
 struct TileLinearArgs {
     const bf16* packed_x;
-    const bf16* weight;
+    const float* x_units;  // of fixed rows; not read with a BF16 weight
+    Matrix weight;
     const bf16* bias;  // or null
     void* out;
     int64_t weight_row_stride;
@@ -149,8 +163,14 @@ struct TileLinearArgs {
     int64_t panels_ahead;  // the panel that this thread will probably take next is so many after this one; 0: do not read ahead
 };
 
+struct FixArgs {
+    bf16* packed;
+    float* units;
+    int64_t dim;
+};
+
 struct EmbedArgs {
-    const bf16* embedding;  // [vocab, dim]
+    Matrix embedding;  // [vocab, dim]
     const int64_t* token_ids;
     float* lanes;
     int64_t rows, dim;
@@ -183,6 +203,7 @@ struct TileTable {
     void (*embed)(const EmbedArgs&, int64_t block);
     void (*norm)(const LanesNormArgs&, int64_t block);
     void (*pack)(const PackArgs&, int64_t block);
+    void (*fix)(const FixArgs&, int64_t block);
     void (*select)(const SelectLanesArgs&, int64_t block);
     // Outputs [32 * panel, 32 * panel + 32), or 16 and 16 of gate and up, of the rows [row_begin, row_end), whole pairs of blocks.
     void (*linear)(const TileLinearArgs&, int64_t panel, int64_t row_begin, int64_t row_end);
@@ -198,9 +219,9 @@ struct IsaTable {
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
-    // Outputs [out_begin, out_end) of all rows; BF16 alone. `packed_x` is what linear_pack wrote.
+    // Outputs [out_begin, out_end) of all rows; x and out are BF16. `packed_x` is what linear_pack wrote for each block of 16 rows.
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
-    void (*linear_pack)(const LinearArgs&, void* packed_x);
+    void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);
     void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end);
     const TileTable* tiles;  // null: this instruction set has no matrix tiles
 };

@@ -31,6 +31,7 @@ typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t HalfBits __attribute__((vector_size(kWidth * 2)));
+typedef int8_t Codes __attribute__((vector_size(kWidth)));
 
 template <typename T>
 inline T smaller(T a, T b) {
@@ -102,6 +103,18 @@ inline void store(f16* p, Vec v) {
         const _Float16 h = (_Float16)v[i];
         memcpy(p + i, &h, sizeof h);
     }
+#endif
+}
+
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    Codes codes;
+    memcpy(&codes, p, sizeof codes);
+    return __builtin_convertvector(codes, Vec);
 #endif
 }
 

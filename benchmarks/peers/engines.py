@@ -49,6 +49,7 @@ ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (
         EngineSpec("pagoda", "pagoda", None),
+        EngineSpec("pagoda-int8", "pagoda", None, options={"weights_format": "int8"}),
         EngineSpec("vllm", "vllm", _VLLM, env={**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": all_cores()}),
         EngineSpec("vllm-default", "vllm", _VLLM, env=_VLLM_ENV),
         # Without repacked weights: where the CPU has AMX, this version crashes on 4-bit weights packed for it.

@@ -38,6 +38,7 @@ def chat(
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = "auto",
+    weights: options.WeightsFormat = "full",
 ) -> None:
     """Chat with MODEL, seeing for each turn how much came from the KV cache."""
     from pagoda.cli.chat_sources import LocalChat, RemoteChat
@@ -47,7 +48,9 @@ def chat(
     if url is not None:
         source = RemoteChat(url, api_key)
     else:
-        engine = options.load_engine(model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype)
+        engine = options.load_engine(
+            model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype, weights_format=weights
+        )
         source = LocalChat(options.as_async(engine))
     # One event loop that runs only while an answer comes: input() stays on the main thread, with its line editing.
     with asyncio.Runner() as runner:

@@ -28,12 +28,15 @@ def generate(
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = "auto",
+    weights: options.WeightsFormat = "full",
 ) -> None:
     """Continue each PROMPT."""
     params = SamplingParams(
         n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    engine = options.load_engine(model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype)
+    engine = options.load_engine(
+        model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype, weights_format=weights
+    )
     for prompt, result in zip(prompts, engine.generate(prompts, params, progress=True), strict=True):
         if as_json:
             print(json.dumps(_record(prompt, result.completions, result.usage), ensure_ascii=False))

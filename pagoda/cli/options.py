@@ -149,6 +149,15 @@ KvSkipLayers = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+WeightsFormat = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT",
+        help="full, or int8: half the bytes to keep and to read, at a small loss.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]
 
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]

@@ -82,6 +82,7 @@ class Engine:
         kv_format: how keys and values are stored: `auto` as the model computes, `bf16`, `fp16`, `fp32`, `fp8_e4m3`,
             `fp8_e5m2`, `int8` or `int4`, or two of these as `KEYS/VALUES`; see docs/formats.md.
         kv_skip_layers: layers whose keys and values are stored as the model computes, whatever the format.
+        weights_format: `full`, or `int8`: half the bytes to keep and to read (docs/weights.md).
         kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
         block_size: tokens per KV block.
         max_model_len: a shorter context than the model's own.
@@ -111,6 +112,7 @@ class Engine:
         dtype: str = "auto",
         kv_format: str = "auto",
         kv_skip_layers: Collection[int] = (),
+        weights_format: str = "full",
         kv_memory: int | str | None = None,
         block_size: int = 16,
         max_model_len: int | None = None,
@@ -131,7 +133,10 @@ class Engine:
             raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
         quiet = None if progress else (lambda what, done, total: None)
-        loaded = load_model(os.fspath(model), dtype=dtype, max_model_len=max_model_len, progress=quiet)
+        loaded = load_model(
+            os.fspath(model), dtype=dtype, weights_format=weights_format, max_model_len=max_model_len, progress=quiet
+        )
+        self._weights_format = weights_format
         self.model_name = loaded.name
         self.spec = loaded.spec
         self.tokenizer = loaded.tokenizer
@@ -185,6 +190,7 @@ class Engine:
             path,
             dtype=dtype,
             device=decoder.device,
+            weights_format=self._weights_format,
             max_model_len=self.spec.max_context,
             progress=lambda what, done, total: None,
         )

@@ -125,7 +125,7 @@ class ModelRunner:
         if self._staging is not None:
             self._staging.open(_written_blocks(plan, self._pool.layout.block_size, only_full=False))
             if self._copies is not self._staging.copies:
-                self._copies, self._kv = self._staging.copies, self._views()
+                self._copies, self.kv = self._staging.copies, self._views()
         batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
         logits = self.decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)
         if self._staging is not None:

@@ -32,12 +32,14 @@ from pagoda.kernels.dispatch import (
     write_kv,
 )
 from pagoda.kernels.fused import FusedDecoder, can_fuse
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
 
 __all__ = [
     "AttentionOutput",
     "FusedDecoder",
+    "Int8Matrix",
     "KVView",
+    "Matrix",
     "SharedPrefix",
     "Staging",
     "add_rms_norm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels.types import FLOATS, KV_FORMATS, KVView, Staging
+from pagoda.kernels.types import FLOATS, KV_FORMATS, Int8Matrix, KVView, Matrix, Staging
 
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -31,11 +31,16 @@ def check_gate_up(gate_up: torch.Tensor) -> None:
     _check_rows("gate_up", gate_up)
 
 
-def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+def check_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> None:
+    """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype but for codes."""
+    if isinstance(weight, Int8Matrix):
+        _check_codes(weight)
+        values, fits = weight.codes, x.dtype in FLOATS
+    else:
+        values, fits = weight, x.dtype == weight.dtype
+    if x.dim() != 2 or values.dim() != 2 or x.shape[1] != values.shape[1] or not fits:
         raise KernelError(
-            f"linear needs x [rows, in] and weight [out, in] of one dtype; got {_show(x)}, {_show(weight)}"
+            f"linear needs x [rows, in] and weight [out, in] of one dtype, or int8; got {_show(x)}, {_show(values)}"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
         raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {_show(bias)}")
@@ -176,6 +181,14 @@ def check_block_table(block_table: torch.Tensor, num_requests: int) -> None:
     if block_table.dim() != 2 or block_table.shape[0] != num_requests or block_table.dtype != torch.int32:
         raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {_show(block_table)}")
     _check_rows("block_table", block_table)
+
+
+def _check_codes(weight: Int8Matrix) -> None:
+    codes, scales = weight.codes, weight.scales
+    if codes.dtype != torch.int8 or not codes.is_contiguous():
+        raise KernelError(f"codes must be contiguous int8; got {_show(codes)}")
+    if scales.dtype != torch.float32 or scales.shape != codes.shape[:1] or not scales.is_contiguous():
+        raise KernelError(f"scales must be a contiguous float32 [{codes.shape[0]}]; got {_show(scales)}")
 
 
 def _check_float(name: str, tensor: torch.Tensor) -> None:

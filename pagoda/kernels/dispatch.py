@@ -15,7 +15,7 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import checks, reference
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
+from pagoda.kernels.types import AttentionOutput, KVView, Matrix, SharedPrefix
 
 
 def _choose_backend() -> ModuleType:
@@ -131,12 +131,12 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`; few BF16 rows take a kernel that reads the weights at memory speed.
 
     Args:
         x: `[rows, in]`.
-        weight: `[out, in]`.
+        weight: `[out, in]`, in the dtype of `x` or as int8 codes.
         bias: `[out]`, or None.
 
     Returns:

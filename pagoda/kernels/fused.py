@@ -14,36 +14,25 @@ import torch
 from pagoda.errors import KernelError
 from pagoda.kernels import checks
 from pagoda.kernels.dispatch import backend_name
-from pagoda.kernels.types import KVView, SharedPrefix
+from pagoda.kernels.types import Int8Matrix, KVView, Matrix, SharedPrefix
 
-_FIELDS = (
-    "input_norm",
-    "qkv",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "output",
-    "output_bias",
-    "mlp_norm",
-    "gate_up",
-    "gate_up_bias",
-    "down",
-    "down_bias",
-)
+_MATRICES = ("qkv", "output", "gate_up", "down")
+_VECTORS = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "input_norm", "q_norm", "k_norm", "mlp_norm")
 _MAX_HEAD_DIM = 256
+_MAX_INPUTS = 1 << 16  # the sum of more products of codes might not fit 32 bits
 
 
 class LayerTensors(Protocol):
     """One layer: matrices `[out, in]`, queries, keys and values in one, gate and up in one; vectors; None if absent."""
 
     @property
-    def qkv(self) -> torch.Tensor: ...  # noqa: D102
+    def qkv(self) -> Matrix: ...  # noqa: D102
     @property
     def q_norm(self) -> torch.Tensor | None: ...  # noqa: D102
     @property
-    def gate_up(self) -> torch.Tensor: ...  # noqa: D102
+    def gate_up(self) -> Matrix: ...  # noqa: D102
     @property
-    def down(self) -> torch.Tensor: ...  # noqa: D102
+    def down(self) -> Matrix: ...  # noqa: D102
 
 
 class StepTensors(Protocol):
@@ -78,9 +67,9 @@ class FusedDecoder:
         windows: Sequence[int | None],
         group_of_layer: Sequence[int],
         *,
-        embedding: torch.Tensor,
+        embedding: Matrix,
         final_norm: torch.Tensor,
-        lm_head: torch.Tensor,
+        lm_head: Matrix,
         cos: torch.Tensor,
         sin: torch.Tensor,
         num_heads: int,
@@ -97,9 +86,9 @@ class FusedDecoder:
         self._views: tuple[KVView, ...] = ()
         self._parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._native = _native.Decoder(
-            embedding.data_ptr(),
+            _matrix(embedding),
+            _matrix(lm_head),
             final_norm.data_ptr(),
-            lm_head.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
             cos.stride(0),
@@ -113,7 +102,12 @@ class FusedDecoder:
             eps,
             scale,
             [
-                ([_address(getattr(layer, field)) for field in _FIELDS], group, window or 0)
+                (
+                    [_matrix(getattr(layer, field)) for field in _MATRICES],
+                    [_address(getattr(layer, field)) for field in _VECTORS],
+                    group,
+                    window or 0,
+                )
                 for layer, window, group in zip(layers, windows, group_of_layer, strict=True)
             ],
         )
@@ -177,25 +171,40 @@ class FusedDecoder:
         self._views = tuple(views)
 
 
-def can_fuse(
-    layers: Sequence[LayerTensors], embedding: torch.Tensor, lm_head: torch.Tensor, num_heads: int, head_dim: int
-) -> bool:
-    """Whether this build, this CPU and these shapes allow a FusedDecoder: BF16, and matrices that fill tiles."""
+def can_fuse(layers: Sequence[LayerTensors], embedding: Matrix, lm_head: Matrix, head_dim: int) -> bool:
+    """Whether this build, this CPU and these shapes allow a FusedDecoder: matrices of BF16 or codes that fill tiles."""
     if backend_name() != "native":
         return False
     import pagoda._native as _native
 
-    tensors = [embedding, lm_head]
-    tensors += [t for layer in layers for t in (getattr(layer, field) for field in _FIELDS) if t is not None]
+    matrices = [lm_head, *(getattr(layer, field) for layer in layers for field in _MATRICES)]
+    vectors = [v for layer in layers for v in (getattr(layer, field) for field in _VECTORS) if v is not None]
     return (
         _native.isa() == "amx"
-        and all(t.is_cpu and t.dtype == torch.bfloat16 and t.is_contiguous() for t in tensors)
-        and all(size % 32 == 0 for size in (embedding.shape[1], layers[0].down.shape[1], num_heads * head_dim))
-        and all(size % 16 == 0 for size in (layers[0].qkv.shape[0], lm_head.shape[0]))
+        and all(map(_fills_tiles, matrices))
+        and _is_plain(embedding)
+        and all(map(_is_plain, vectors))
         and head_dim % 8 == 0
         and head_dim <= _MAX_HEAD_DIM
         and len({layer.q_norm is None for layer in layers}) == 1
     )
+
+
+def _is_plain(tensor: Matrix) -> bool:
+    values, dtype = (tensor.codes, torch.int8) if isinstance(tensor, Int8Matrix) else (tensor, torch.bfloat16)
+    return values.is_cpu and values.dtype == dtype and values.is_contiguous()
+
+
+def _fills_tiles(matrix: Matrix) -> bool:
+    depth = 64 if isinstance(matrix, Int8Matrix) else 32
+    num_out, num_in = matrix.shape
+    return _is_plain(matrix) and num_out % 16 == 0 and num_in % depth == 0 and num_in <= _MAX_INPUTS
+
+
+def _matrix(matrix: Matrix) -> tuple[int, int]:
+    if isinstance(matrix, Int8Matrix):
+        return matrix.codes.data_ptr(), matrix.scales.data_ptr()
+    return matrix.data_ptr(), 0
 
 
 def _address(tensor: torch.Tensor | None) -> int:

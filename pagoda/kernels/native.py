@@ -9,17 +9,18 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 import pagoda._native as _native
 from pagoda.errors import ConfigError, KernelError
 from pagoda.kernels import reference
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
+from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_HEAD_DIM = 256
 # Most rows of `linear` that the native kernel takes: more, and torch is as fast or faster (benchmarks/kernels.py).
 _MAX_LINEAR_ROWS = {"amx": 128, "avx512": 2, "avx2": 1, "portable": 0}
+# The same for int8 codes, which torch would have to widen first.
+_MAX_CODE_ROWS = {"amx": 1 << 30, "avx512": 64, "avx2": 32, "portable": 4}
 
 if "PAGODA_ISA" in os.environ:
     try:
@@ -93,27 +94,30 @@ def _gated_product(product: Callable[..., None], gate_up: torch.Tensor) -> torch
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See `dispatch.linear`."""
-    rows = x.shape[0]
+    codes = isinstance(weight, Int8Matrix)
+    values = weight.codes if isinstance(weight, Int8Matrix) else weight
     if (
-        rows > _MAX_LINEAR_ROWS[_native.isa()]
+        x.shape[0] > (_MAX_CODE_ROWS if codes else _MAX_LINEAR_ROWS)[_native.isa()]
         or x.dtype != torch.bfloat16
         or x.stride(1) != 1
-        or weight.stride(1) != 1
+        or values.stride(1) != 1
         or (bias is not None and bias.stride(0) != 1)
     ):
-        return F.linear(x, weight, bias)
+        return reference.linear(x, weight, bias)
     return linear_few_rows(x, weight, bias)
 
 
-def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_few_rows(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """The native kernel of `linear`, for any number of BF16 rows with contiguous last dimensions."""
     rows, num_in, num_out = x.shape[0], x.shape[1], weight.shape[0]
+    values, scales = (weight.codes, weight.scales) if isinstance(weight, Int8Matrix) else (weight, None)
     out = torch.empty(rows, num_out, dtype=x.dtype)
-    _native.linear_bf16(
+    _native.linear(
         (x.data_ptr(), x.stride(0)),
-        (weight.data_ptr(), weight.stride(0)),
+        (values.data_ptr(), 0 if scales is None else scales.data_ptr()),
+        values.stride(0),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from pagoda.errors import KernelError
 from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,8 +46,11 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * opening * up).to(gate_up.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See `dispatch.linear`."""
+    if isinstance(weight, Int8Matrix):
+        product = F.linear(x.float(), weight.codes.float()) * weight.scales
+        return (product if bias is None else product + bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
 

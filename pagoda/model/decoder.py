@@ -18,7 +18,9 @@ import torch
 
 from pagoda.kernels import (
     FusedDecoder,
+    Int8Matrix,
     KVView,
+    Matrix,
     SharedPrefix,
     add_rms_norm,
     can_fuse,
@@ -42,29 +44,29 @@ class LayerWeights:
     """One layer's tensors. Matrices are `[out, in]`; queries, keys and values share one, and so do gate and up."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Matrix
     output_bias: torch.Tensor | None
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
     mlp_out_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All tensors of a model. With tied embeddings `lm_head` and `embedding` are the same tensor."""
+    """All tensors of a model. With tied embeddings `lm_head` and `embedding` are the same matrix."""
 
-    embedding: torch.Tensor
+    embedding: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: Matrix
 
 
 class Decoder:
@@ -73,8 +75,8 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
         self.spec = spec
         self.weights = weights
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
+        self.device = weights.final_norm.device
+        self.dtype = weights.final_norm.dtype
         tables = {rope: _rotations(spec, rope, self.device) for rope in set(spec.ropes)}
         self._rotations = [tables[rope] for rope in spec.ropes]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
@@ -82,7 +84,7 @@ class Decoder:
         self._can_fuse = (
             len(tables) == 1
             and not spec.sandwich_norms
-            and can_fuse(weights.layers, weights.embedding, weights.lm_head, spec.num_heads, spec.head_dim)
+            and can_fuse(weights.layers, weights.embedding, weights.lm_head, spec.head_dim)
         )
         self._fused: dict[tuple[int, ...], FusedDecoder] = {}
 
@@ -111,7 +113,7 @@ class Decoder:
         shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
         if hook is None and adapters is None and self._can_fuse and not any(view.is_quantized for view in kv):
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
-        hidden = self.weights.embedding[batch.token_ids] * self._embedding_scale
+        hidden = self._embed(batch.token_ids) * self._embedding_scale
         residual = torch.zeros_like(hidden)
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
@@ -163,6 +165,10 @@ class Decoder:
         if spec.logit_softcap is None:
             return logits
         return logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedding = self.weights.embedding
+        return embedding.rows(token_ids).to(self.dtype) if isinstance(embedding, Int8Matrix) else embedding[token_ids]
 
     def _fused_for(self, group_of_layer: tuple[int, ...]) -> FusedDecoder:
         """All layers in one call, made at the first step: which layers share block tables is the caller's to say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pagoda.model.progress import terminal_progress
 from pagoda.model.registry import resolve
 from pagoda.model.spec import ModelSpec
 from pagoda.model.tokenizer import Tokenizer, read_json
-from pagoda.model.weights import SafetensorsFolder, load_weights, weights_identity
+from pagoda.model.weights import WEIGHTS_FORMATS, SafetensorsFolder, load_weights, weights_identity
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,6 +41,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str | torch.device = "cpu",
+    weights_format: str = "full",
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -50,6 +52,7 @@ def load_model(
         dtype: `float32`, `bfloat16`, or `auto`: what the weights were saved in, if it is one of those, else float32;
             bfloat16 for a GGUF file, whose quantized weights hold no more.
         device: where weights and computation go.
+        weights_format: `full`, or `int8`: matrices and embeddings are quantized as they are read, for half the bytes.
         max_model_len: a shorter context than the model's own, in tokens.
         progress: told about slow steps; by default a bar on stderr if that is a terminal.
 
@@ -57,19 +60,27 @@ def load_model(
         ModelNotFound: no such model.
         UnsupportedModel: an architecture that no decoder here knows.
         WeightsError: missing, truncated, corrupt or ill-fitting weights.
-        ConfigError: `dtype` or `max_model_len` is out of range.
+        ConfigError: `dtype`, `weights_format` or `max_model_len` is out of range.
     """
     if dtype not in (*_DTYPES, "auto"):
         raise ConfigError(f"dtype must be auto, {' or '.join(_DTYPES)}, got {dtype!r}")
+    if weights_format not in WEIGHTS_FORMATS:
+        raise ConfigError(f"weights_format must be {' or '.join(WEIGHTS_FORMATS)}, got {weights_format!r}")
     path = resolve(name)
     if progress is not None:
-        return _load(name, path, dtype, torch.device(device), max_model_len, progress)
+        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, progress)
     with terminal_progress() as bar:
-        return _load(name, path, dtype, torch.device(device), max_model_len, bar)
+        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, bar)
 
 
 def _load(
-    name: str, path: Path, dtype: str, device: torch.device, max_model_len: int | None, progress: Progress
+    name: str,
+    path: Path,
+    dtype: str,
+    device: torch.device,
+    weights_format: str,
+    max_model_len: int | None,
+    progress: Progress,
 ) -> LoadedModel:
     identity = None
     folder = path
@@ -88,9 +99,13 @@ def _load(
         source,
         dtype=_DTYPES.get(spec.dtype if dtype == "auto" else dtype, torch.float32),
         device=device,
+        weights_format=weights_format,
         progress=progress,
     )
-    return LoadedModel(name, spec, Decoder(spec, weights), tokenizer, identity or weights_identity(source, progress))
+    identity = identity or weights_identity(source, progress)
+    if weights_format != "full":
+        identity = hashlib.sha256(f"{identity} as {weights_format}".encode()).hexdigest()
+    return LoadedModel(name, spec, Decoder(spec, weights), tokenizer, identity)
 
 
 def _with_context(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:

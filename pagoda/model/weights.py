@@ -2,6 +2,7 @@
 
     model.safetensors, or model.safetensors.index.json naming the shard that holds each tensor
     q_proj, k_proj, v_proj -> qkv ; gate_proj, up_proj -> gate_up
+    with weights_format "int8", each matrix -> int8 codes and a scale per output; biases and norms stay as they are
 
 Every tensor that the spec calls for must be there with exactly its shape, and every tensor there must be called for: a
 model with a bias that nobody adds would run, and be wrong.
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pagoda.errors import WeightsError
+from pagoda.errors import KernelError, WeightsError
 from pagoda.files import Progress, content_hash, no_progress
+from pagoda.kernels import Int8Matrix, Matrix
 from pagoda.model.decoder import DecoderWeights, LayerWeights
 from pagoda.model.spec import ModelSpec
+
+WEIGHTS_FORMATS = ("full", "int8")
 
 _CACHE_LINE = 64
 _INDEX = "model.safetensors.index.json"
@@ -130,21 +134,22 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    weights_format: str = "full",
     progress: Progress = no_progress,
 ) -> DecoderWeights:
-    """Read, check, convert and fuse every tensor of a model.
+    """Read, check, convert and fuse every tensor of a model; `weights_format` is one of WEIGHTS_FORMATS.
 
     Raises:
-        WeightsError: a tensor is missing, superfluous or of the wrong shape.
+        WeightsError: a tensor is missing, superfluous or of the wrong shape, or cannot be quantized.
     """
-    loader = _Loader(source, dtype, device, progress)
+    loader = _Loader(source, dtype, device, weights_format, progress)
     hidden = spec.hidden_size
-    embedding = loader.tensor("model.embed_tokens.weight", (spec.vocab_size, hidden))
+    embedding = loader.matrix([("model.embed_tokens.weight", (spec.vocab_size, hidden))])
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(_layer(spec, loader, f"model.layers.{index}.") for index in range(spec.num_layers)),
         final_norm=loader.tensor("model.norm.weight", (hidden,), offset=spec.norm_offset),
-        lm_head=embedding if spec.tie_embeddings else loader.tensor("lm_head.weight", (spec.vocab_size, hidden)),
+        lm_head=embedding if spec.tie_embeddings else loader.matrix([("lm_head.weight", (spec.vocab_size, hidden))]),
     )
     superfluous = set(loader.unread())
     if spec.tie_embeddings:
@@ -160,12 +165,30 @@ def load_weights(
 class _Loader:
     """Reads tensors into their final place, dtype and device, and keeps count."""
 
-    def __init__(self, source: SafetensorsFolder, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self,
+        source: SafetensorsFolder,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights_format: str,
+        progress: Progress,
+    ) -> None:
         self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
+        self._quantizes = weights_format == "int8"
         self._read: set[str] = set()
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> torch.Tensor:
         return self.fused([(name, shape)], offset=offset)
+
+    def matrix(self, parts: list[tuple[str, tuple[int, ...]]]) -> Matrix:
+        """As `fused`, and quantized if the format asks for that."""
+        whole = self.fused(parts)
+        if not self._quantizes:
+            return whole
+        try:
+            return Int8Matrix.quantize(whole)
+        except KernelError as error:
+            raise WeightsError(f"{parts[0][0]}: {error}") from error
 
     def fused(self, parts: list[tuple[str, tuple[int, ...]]], *, offset: float = 0.0) -> torch.Tensor:
         """Tensors stacked along their first axis, plus `offset`; each is copied once, straight to its place."""
@@ -190,8 +213,8 @@ def _layer(spec: ModelSpec, loader: _Loader, prefix: str) -> LayerWeights:
     qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
     gate_up = [("gate_proj", inner), ("up_proj", inner)]
 
-    def matrix(block: str, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
-        return loader.fused([(f"{prefix}{block}.{part}.weight", (rows, columns)) for part, rows in parts])
+    def matrix(block: str, parts: list[tuple[str, int]], columns: int) -> Matrix:
+        return loader.matrix([(f"{prefix}{block}.{part}.weight", (rows, columns)) for part, rows in parts])
 
     def bias(present: bool, block: str, parts: list[tuple[str, int]]) -> torch.Tensor | None:
         return loader.fused([(f"{prefix}{block}.{part}.bias", (rows,)) for part, rows in parts]) if present else None

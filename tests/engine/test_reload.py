@@ -71,6 +71,18 @@ def test_kv_that_only_tiers_have_is_found_under_its_own_weights_alone(
     engine.close()
 
 
+def test_int8_weights_stay_int8(folders: tuple[list[Path], list[Any]]) -> None:
+    paths, _ = folders
+    engine, other = (make(path, weights_format="int8") for path in paths)
+    full = make(paths[0])
+    [first] = engine.generate([PROMPT], GREEDY)
+    assert engine.generate([PROMPT], GREEDY)[0].completions == first.completions
+    assert engine.weights_identity != full.weights_identity
+    engine.reload_weights(str(paths[1]))
+    assert engine.weights_identity == other.weights_identity
+    assert engine.generate([PROMPT], GREEDY)[0].completions == other.generate([PROMPT], GREEDY)[0].completions
+
+
 def test_running_requests_go_on_with_the_new_weights(folders: tuple[list[Path], list[Any]]) -> None:
     paths, references = folders
     engine = make(paths[0], lease_share=0.1)

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 if importlib.util.find_spec("pagoda._native") is None:
-    collect_ignore = ["test_attention.py", "test_cascade.py", "test_elementwise.py", "test_fused.py", "test_linear.py"]
+    collect_ignore = [
+        "test_attention.py",
+        "test_cascade.py",
+        "test_elementwise.py",
+        "test_fused.py",
+        "test_int8.py",
+        "test_linear.py",
+    ]
     ISAS = []
 else:
     from pagoda import _native

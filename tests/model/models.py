@@ -96,9 +96,10 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: object) -
     return folder
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(folder: Path, dtype: torch.dtype = torch.float32, weights_format: str = "full") -> Decoder:
     spec = ModelSpec.from_hf_config(json.loads((folder / "config.json").read_text()))
-    weights = load_weights(spec, SafetensorsFolder(folder), dtype=dtype, device=torch.device("cpu"))
+    source = SafetensorsFolder(folder)
+    weights = load_weights(spec, source, dtype=dtype, device=torch.device("cpu"), weights_format=weights_format)
     return Decoder(spec, weights)
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pagoda.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsError
 from pagoda.files import content_hash
+from pagoda.kernels import Int8Matrix
 from pagoda.model.loader import load_model
 from pagoda.model.weights import SafetensorsFolder, weights_identity
 from tests.model import tokenizers_made_here as made
@@ -71,6 +72,8 @@ def test_settings_out_of_range(folder):
     with pytest.raises(ConfigError, match="dtype must be auto, float32 or bfloat16"):
         load_model(str(folder), dtype="int8")
     assert load_model(str(folder), max_model_len=32).spec.max_context == 32
+    with pytest.raises(ConfigError, match="weights_format must be full or int8"):
+        load_model(str(folder), weights_format="int4")
     for length in (0, 129):
         with pytest.raises(ConfigError, match="between 1 and the model's 128"):
             load_model(str(folder), max_model_len=length)
@@ -102,6 +105,39 @@ def test_tensors_start_at_cache_lines(tmp_path):
 def test_tied_embeddings_share_memory(tmp_path):
     weights = load(save(build("qwen3"), tmp_path)).weights
     assert weights.lm_head is weights.embedding
+
+
+@pytest.mark.parametrize("variant", ["llama-biased-tied", "qwen3-mixed-windows", "gemma2"])
+def test_int8(tmp_path, variant):
+    save(build(variant, vocab_size=VOCAB).bfloat16(), tmp_path)
+    made.save(TOKENIZER, tmp_path)
+    full, int8 = load_model(str(tmp_path)), load_model(str(tmp_path), weights_format="int8")
+    assert int8.weights_identity != full.weights_identity
+    assert int8.weights_identity == load_model(str(tmp_path), weights_format="int8").weights_identity
+    assert int8.decoder.dtype == torch.bfloat16
+    weights, originals = int8.decoder.weights, full.decoder.weights
+    assert (weights.lm_head is weights.embedding) == int8.spec.tie_embeddings
+    for layer, original in zip((weights, *weights.layers), (originals, *originals.layers), strict=True):
+        for name in type(layer).__slots__:
+            mine, theirs = getattr(layer, name), getattr(original, name)
+            if isinstance(mine, Int8Matrix):
+                assert torch.equal(mine.codes, Int8Matrix.quantize(theirs).codes)
+                assert 0.5 * theirs.nbytes < mine.nbytes < 0.6 * theirs.nbytes
+            elif isinstance(mine, torch.Tensor):
+                assert torch.equal(mine, theirs)
+                assert mine.dim() == 1
+    ids = list(range(3, 40))
+    logits, exact = (PagedRun(model.decoder).chunked(ids, [20, 1]) for model in (int8, full))
+    assert 0 < (logits - exact).std() < 0.1 * exact.std()
+
+
+def test_weights_that_are_not_finite_are_not_quantized(folder):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = torch.nan
+
+    edit_tensors(folder, spoil)
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: .* not finite"):
+        load_model(str(folder), weights_format="int8")
 
 
 def test_identity_follows_the_content(folder):
