@@ -3,7 +3,7 @@
                  cli, pagoda/__init__ ──> anything
     cluster ──> engine, kv.observe           integrations ──> kv
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
-    engine  ──> model, kernels (views), kv, sparse, blend
+    engine  ──> model, kernels (types), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
     kv, kernels ──> errors and files, which everyone may import
 
@@ -41,7 +41,7 @@ LEAVES = (
     "retention",
     "tenants",
 )
-METADATA = ("formats", "ages", "block_map", "books", "cache", "lease", "observe", "view", *LEAVES)
+METADATA = ("formats", "ages", "block_map", "books", "cache", "compaction", "lease", "observe", "view", *LEAVES)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sparse": ("kv", "kernels"),
     "blend": ("kv", "kernels"),
     "model": ("kernels",),
-    "engine": ("model", "kernels:KVView", "kernels:Staging", "kv", "sparse", "blend"),
+    "engine": ("model", "kernels:KVView", "kernels:Staging", "kernels:AttentionOutput", "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
     "cluster": ("engine", "kv.observe"),
     "plan": ("cluster.routing", *(f"kv.{part}" for part in ("sizes", *METADATA))),
@@ -99,8 +99,9 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "ages": ("allocator",),
     "block_map": ("allocator", "retention"),
     "books": ("ages", "block_map", "computing", "lease", "lineage", "observe", "view", *LEAVES),
-    "cache": ("books", "computing", "directives", "lease", "lineage", *LEAVES),
-    "tiered": ("cache", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
+    "compaction": ("books", "lease", *LEAVES),
+    "cache": ("books", "compaction", "computing", "directives", "lease", "lineage", *LEAVES),
+    "tiered": ("cache", "compaction", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
 }
 USES_TORCH = {"pool", "staging"}
 

@@ -46,6 +46,14 @@ def _check_layers(text: str) -> str:
     return text
 
 
+def _check_kv_policy(text: str | None) -> str | None:
+    if text is not None:
+        from pagoda.engine.engine import default_policy
+
+        _check("--kv-policy", default_policy, text)
+    return text
+
+
 def _check(option: str, parse: Callable[[str], object], text: str) -> None:
     """Read a value now, while it is known which option has it."""
     try:
@@ -121,6 +129,16 @@ TierKey = Annotated[
         envvar="PAGODA_TIER_KEY",
         show_envvar=True,
         help="Seal what tiers outside this process hold (AES-GCM): env:NAME or file:PATH of a key in hexadecimal.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-policy",
+        metavar="POLICY",
+        callback=_check_kv_policy,
+        help="What requests that do not say it drop of their KV: h2o:512, streaming:window=1024, ... [default: nothing]",
         rich_help_panel=_MEMORY,
     ),
 ]

@@ -76,6 +76,7 @@ def serve(
     tier_after_hits: options.TierAfterHits = 0,
     audit: options.Audit = 0.0,
     eviction: options.Eviction = "reuse",
+    kv_policy: options.KvPolicy = None,
     queue_policy: Annotated[
         QueuePolicy,
         typer.Option(
@@ -169,6 +170,7 @@ def serve(
             queue_policy=str(queue_policy),
             lease_share=lease_share,
             eviction=eviction,
+            kv_policy=kv_policy,
             tiers=tier or (),
             secret=secret,
             tenants={} if keys is None else keys.specs,

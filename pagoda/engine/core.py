@@ -31,6 +31,7 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
+from pagoda.engine.sparse import Sparsity
 from pagoda.errors import (
     ConfigError,
     ContextTooLong,
@@ -45,6 +46,7 @@ from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import TokenArray, as_tokens
 from pagoda.model.lora import Adapter
 from pagoda.model.tokenizer import Tokenizer
+from pagoda.sparse.base import SparsePolicy
 
 _RESTORE_WAIT_S = 0.002
 
@@ -87,6 +89,7 @@ class EngineCore:
         self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
         self._requests: dict[str, Request] = {}
         self._auditor: Auditor | None = None
+        self.sparsity: Sparsity | None = None
 
     def audit(self, share: float, pool: BlockReader) -> None:
         """Compare this share of the blocks that hits are made of with what computing them gives; see Auditor."""
@@ -190,7 +193,10 @@ class EngineCore:
         sample = next((each for each in source.samples if each.index == index), None) if source else None
         if source is None or sample is None or sample.finish_reason is not None or source.beams is not None:
             raise InvalidRequest(f"request {request_id!r} has no live sample {index} to fork", param="request_id")
-        request = self._request(new_id, sample.tokens.view.copy(), params, source.scope, source.priority)
+        if source.sparse is not None:
+            raise InvalidRequest(f"request {request_id!r} has a kv_policy: it cannot be forked", param="kv_policy")
+        tokens = sample.tokens.view.copy()
+        request = self._request(new_id, tokens, params, source.scope, source.priority, is_fork=True)
         request.adapter = source.adapter
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
@@ -200,10 +206,22 @@ class EngineCore:
         self._requests[new_id] = request
 
     def _request(
-        self, request_id: str, tokens: TokenArray, params: SamplingParams, scope: Scope, priority: int
+        self,
+        request_id: str,
+        tokens: TokenArray,
+        params: SamplingParams,
+        scope: Scope,
+        priority: int,
+        *,
+        is_fork: bool = False,
     ) -> Request:
-        max_tokens = self._max_tokens(int(tokens.size), params)
+        policy = self._policy(params, is_fork=is_fork)
+        max_tokens = self._max_tokens(int(tokens.size), params, policy)
         request = Request(request_id, tokens, params, scope, priority, max_tokens)
+        if policy is not None and self.sparsity is not None:
+            total = int(tokens.size) + max_tokens
+            request.peak_blocks = self.sparsity.peak_blocks(policy, int(tokens.size), total)
+            request.sparse = self.sparsity.open(policy, int(tokens.size), total)
         if params.beam is not None:
             limits = {"the vocabulary": self._vocab_size, "max_num_seqs": self._config.max_num_seqs}
             for what, limit in limits.items():
@@ -213,7 +231,13 @@ class EngineCore:
             request.beams = BeamState(params.beam, end_ids, max_tokens)
         return request
 
-    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+    def _policy(self, params: SamplingParams, *, is_fork: bool) -> SparsePolicy | None:
+        forks = is_fork or params.num_samples > 1 or params.beam is not None
+        return None if self.sparsity is None else self.sparsity.policy_for(params.kv_policy, forks=forks)
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, policy: SparsePolicy | None) -> int:
+        if policy is not None and self.sparsity is not None:
+            return self.sparsity.max_tokens(policy, prompt_len, params.max_tokens, self.max_model_len)
         wanted = params.max_tokens if params.max_tokens is not None else max(1, self.max_model_len - prompt_len)
         total = prompt_len + wanted
         if total > self.max_model_len:
@@ -254,6 +278,7 @@ class EngineCore:
         self.cache.retention.expire()
         scheduler, cache = self._scheduler, self.cache
         before = scheduler.num_preempted, cache.stats.num_evicted_blocks, scheduler.num_resumed_tokens
+        returned = cache.stats.num_returned_blocks
         self.cache.poll()
         plan = self._scheduler.schedule()
         if not plan:
@@ -286,6 +311,8 @@ class EngineCore:
             num_resumed_tokens=scheduler.num_resumed_tokens - before[2],
             num_audited_blocks=audits.num_audited,
             num_audit_mismatches=audits.num_mismatches,
+            num_returned_blocks=cache.stats.num_returned_blocks - returned,
+            returned_bytes=(cache.stats.num_returned_blocks - returned) * cache.layout.block_stride,
         )
         for observer in self.observers:
             observer.on_step(stats)
@@ -355,7 +382,9 @@ class EngineCore:
                 observer.on_finished(stats)
             if self._auditor is not None:
                 self._auditor.consider(request)
-        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, tuple(request.outcomes))
+        sparse = None if request.sparse is None else request.sparse.report
+        outcomes = tuple(request.outcomes)
+        return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, outcomes, sparse=sparse)
 
     def renew(self, fingerprint: bytes) -> None:
         """Let a changed model go on: no KV of the old one is used again. Requests keep what they have generated."""

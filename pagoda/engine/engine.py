@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,9 +19,10 @@ from pagoda.engine.adapters import Adapters
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import make_pool, safe_kv_memory
-from pagoda.engine.outputs import Completion, Usage
+from pagoda.engine.outputs import Completion, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.runner import ModelRunner, layout_for
+from pagoda.engine.sparse import Sparsity
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
@@ -36,6 +37,9 @@ from pagoda.kv.tenants import Share
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
+from pagoda.sparse.base import SparsePolicy
+from pagoda.sparse.spec import Full, parse_kv_policy
+from pagoda.sparse.store import SparseMemory
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +60,12 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What `Engine.generate` returns for one prompt: its samples, and what they cost."""
+    """What `Engine.generate` returns for one prompt: its samples, what they cost, and what its kv_policy did."""
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     usage: Usage
+    sparse: SparseReport | None = None
 
     @property
     def text(self) -> str:
@@ -98,6 +103,7 @@ class Engine:
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
         tenants: what each tenant gets, by `Scope.namespace`.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
+        kv_policy: what requests that do not say it drop of their KV, such as `h2o:budget=512`; None: nothing.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -127,8 +133,10 @@ class Engine:
         secret: str | None = None,
         tenants: Mapping[str, TenantSpec] = MappingProxyType({}),
         tier_key: str | None = None,
+        kv_policy: str | Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> None:
+        default = default_policy(kv_policy)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
         self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
@@ -167,6 +175,9 @@ class Engine:
             eos_ids=loaded.tokenizer.eos_ids,
             max_model_len=self.max_model_len,
         )
+        frequencies = [rope.frequencies(loaded.spec.head_dim) for rope in loaded.spec.ropes]
+        memory = SparseMemory(layout, self._runner.kv, frequencies, loaded.spec.max_context)
+        self.core.sparsity = Sparsity(cache, memory, token_budget, default)
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:
             self.core.audit(audit, pool)
@@ -273,6 +284,7 @@ class Engine:
             name: tuple(Completion(index) for index in range(one.n)) for name, one in zip(ids, each, strict=True)
         }
         usage: dict[str, Usage] = {}
+        sparse: dict[str, SparseReport | None] = {}
         try:
             for name, prompt, one in zip(ids, tokens, each, strict=True):
                 self.core.add(name, prompt, one, scope=scope, adapter=adapter)
@@ -284,13 +296,14 @@ class Engine:
                         for delta in output.deltas:
                             completions[output.request_id][delta.index].add(delta)
                         if output.finished:
-                            usage[output.request_id] = output.usage
+                            usage[output.request_id], sparse[output.request_id] = output.usage, output.sparse
                             advance()
         finally:
             for name in ids:
                 self.core.abort(name)
         return [
-            Generation(tuple(prompt), completions[name], usage[name]) for name, prompt in zip(ids, tokens, strict=True)
+            Generation(tuple(prompt), completions[name], usage[name], sparse[name])
+            for name, prompt in zip(ids, tokens, strict=True)
         ]
 
     def beam_search(
@@ -325,6 +338,15 @@ class Engine:
             logprobs=logprobs,
         )
         return self.generate(prompts, params, scope=scope, adapter=adapter)
+
+
+def default_policy(given: str | Mapping[str, Any] | None) -> SparsePolicy | None:
+    """The kv_policy of requests that name none; raises ConfigError."""
+    try:
+        policy = None if given is None else parse_kv_policy(given)
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from None
+    return None if isinstance(policy, Full) else policy
 
 
 def _cache(

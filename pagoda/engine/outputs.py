@@ -14,6 +14,7 @@ from pagoda.kv.observe import Explanation as Explanation
 from pagoda.kv.observe import MissReason as MissReason
 from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.transfer import TierReport as TierReport
+from pagoda.sparse.report import SparseReport as SparseReport
 
 
 class FinishReason(StrEnum):
@@ -75,7 +76,7 @@ class RequestOutput:
 
     `leases` answers the request's LeaseSpecs, in order of their ends, as far as its prompt is computed: all of them,
     when there is any output token. `explanation` says why the prompt did not hit further, to who asked for it.
-    `failure` ended it, where the model did.
+    `failure` ended it, where the model did. `sparse` is what its kv_policy did, if it outgrew its budget or may yet.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class RequestOutput:
     leases: tuple[LeaseOutcome, ...] = ()
     explanation: Explanation | None = None
     failure: ModelError | None = None
+    sparse: SparseReport | None = None
 
 
 @dataclass(slots=True)
@@ -126,6 +128,8 @@ class StepStats:
     num_resumed_tokens: int = 0  # of preempted samples, restored from tiers instead of computed again
     num_audited_blocks: int = 0
     num_audit_mismatches: int = 0
+    num_returned_blocks: int = 0  # by compressing sparse requests
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

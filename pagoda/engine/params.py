@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.engine.kv_retention import KVRetention
 from pagoda.errors import InvalidRequest
 from pagoda.kv.lease import TierUse as TierUse
+
+if TYPE_CHECKING:  # reading one needs torch, having none does not
+    from pagoda.sparse.spec import KVPolicy
 
 MAX_SAMPLES = 128
 
@@ -83,7 +86,8 @@ class SamplingParams:
     for none, `0` for the chosen token's alone, `k` for the `k` likeliest as well. `best_of` draws more samples than
     `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
     nothing that shapes a draw may be set, and `n` of its beams are returned. `kv_retention` says which of the request's
-    tokens stay in the cache before others. `continues_text` says that the output goes on from the prompt's text,
+    tokens stay in the cache before others. `kv_policy` drops KV within the request, where the engine's default does not
+    say it all: see `parse_kv_policy`. `continues_text` says that the output goes on from the prompt's text,
     so that a SentencePiece model's leading space belongs to it.
 
     Raises:
@@ -111,6 +115,7 @@ class SamplingParams:
     continues_text: bool = False
     kv_retention: KVRetention | None = None
     tier_use: TierUse = field(default_factory=TierUse)
+    kv_policy: KVPolicy | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, message: str) -> None:

@@ -25,6 +25,7 @@ from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray
 from pagoda.model.lora import Adapter
 from pagoda.model.sampler import SamplerState
+from pagoda.sparse.base import SparseSequence
 
 _arrivals = itertools.count()
 
@@ -92,6 +93,16 @@ class Sample:
         return len(self.tokens) - self.running_lease.num_computed_tokens
 
     @property
+    def sparse(self) -> SparseSequence | None:
+        """What its request's kv_policy does to it: then it is the request's only sample."""
+        return self.request.sparse
+
+    def num_next(self, budget: int) -> int:
+        """How many rows it may have in the next step, at most `budget`. The sample must be running."""
+        count = min(self.num_uncomputed, budget)
+        return count if self.sparse is None else min(count, self.sparse.limit(self.running_lease.num_computed_tokens))
+
+    @property
     def is_ready(self) -> bool:
         """Whether a beam waits for the others."""
         return self.lease is not None and self.num_uncomputed == 0
@@ -115,6 +126,8 @@ class Request:
         beams: the state of a beam search.
         num_forks: beams made so far.
         adapter: changes the model for it, from the scope's `adapter_from` on.
+        sparse: what its kv_policy does to it; None: its KV stays whole.
+        peak_blocks: the most blocks that it then holds at once.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
         is_announced: observers were told of it.
@@ -132,6 +145,8 @@ class Request:
     adapter: Adapter | None = None
     beams: BeamState | None = None
     num_forks: int = 0
+    sparse: SparseSequence | None = None
+    peak_blocks: int = 0
     first_lease: Lease | None = None
     explanation: Explanation | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))

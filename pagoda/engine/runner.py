@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.engine.scheduler import Rows
+from pagoda.engine.sparse_hook import sparse_hook
 from pagoda.errors import ConfigError
 from pagoda.kernels import KVView, Staging
 from pagoda.kv.formats import parse_format, plain_format
@@ -82,12 +83,14 @@ def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
         slots.append(to(np.concatenate(list(written))))
     wanted = [rows.needs_logits for rows in plan]
     tokens = np.concatenate([rows.sample.tokens.view[rows.start : rows.stop] for rows in plan])
-    positions = np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in plan])
+    offsets = [0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan]
+    positions = [np.arange(rows.start, rows.stop) - offset for rows, offset in zip(plan, offsets, strict=True)]
+    lens = [rows.stop - lease.tables[0].num_dropped for rows, lease in zip(plan, leases, strict=True)]
     return ForwardBatch(
         token_ids=to(tokens.astype(np.int64)),
-        positions=to(positions),
+        positions=to(np.concatenate(positions)),
         query_start=to(query_start),
-        context_lens=to(np.array([rows.stop for rows in plan], dtype=np.int32)),
+        context_lens=to(np.array(lens, dtype=np.int32)),
         block_tables=tuple(tables),
         slot_mapping=tuple(slots),
         logits_rows=to(query_start[1:][wanted].astype(np.int64) - 1),
@@ -117,7 +120,7 @@ class ModelRunner:
         self._group_of_layer = pool.layout.group_of_layer
         self._staging = pool.staging if isinstance(pool, StagedPool) else None
         self._copies = None if self._staging is None else self._staging.copies
-        self._kv = self._views()
+        self.kv = self._views()
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
@@ -127,7 +130,8 @@ class ModelRunner:
             if self._copies is not self._staging.copies:
                 self._copies, self.kv = self._staging.copies, self._views()
         batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
-        logits = self.decoder.forward(batch, self._kv, self._group_of_layer, adapters=adapters)
+        hook = sparse_hook(plan, self._group_of_layer)
+        logits = self.decoder.forward(batch, self.kv, self._group_of_layer, hook, adapters)
         if self._staging is not None:
             self._staging.close(_written_blocks(plan, self._pool.layout.block_size, only_full=True))
         return logits

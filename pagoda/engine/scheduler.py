@@ -12,7 +12,7 @@ others must give up: tenants keep their guaranteed shares, which also let them p
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
@@ -22,6 +22,8 @@ from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 from pagoda.kv.keys import Scope
+from pagoda.kv.lease import TierUse
+from pagoda.kv.observe import MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,15 @@ class Rows:
 
 def _arrival(sample: Sample) -> tuple[int, int]:
     return sample.request.arrival, sample.index
+
+
+def _tier_use(sample: Sample) -> TierUse:
+    """What a sample allows of tiers: no more than a hit may give it."""
+    use = sample.request.params.tier_use
+    if sample.sparse is None or sample.sparse.hit_limit >= len(sample.tokens):
+        return use
+    most = max(0, sample.sparse.hit_limit - sample.running_lease.num_computed_tokens)
+    return replace(use, max_restored_tokens=most if use.max_restored_tokens is None else min(most, use.max_restored_tokens))
 
 
 class Scheduler:
@@ -88,6 +99,8 @@ class Scheduler:
         self._cache.release(lease, sample.tokens.view)
         if sample.was_preempted and lease.restore_report is not None:
             self.num_resumed_tokens += lease.restore_report.num_restored_blocks * self._cache.block_size
+        if sample.sparse is not None:
+            sample.sparse.forget(lease)
         sample.lease = None
 
     def preempt_all(self) -> None:
@@ -104,7 +117,7 @@ class Scheduler:
         for sample in decoding + prefilling:
             budget = self._config.token_budget - sum(plan.values())
             if sample.lease is not None and budget > 0:
-                count = self._cache.chunk(sample.lease, min(sample.num_uncomputed, budget))
+                count = self._cache.chunk(sample.lease, sample.num_next(budget))
                 if count:
                     self._plan(sample, count, plan)
         if self.num_preempted == preempted:
@@ -126,6 +139,8 @@ class Scheduler:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""
         while True:
             try:
+                if sample.sparse is not None:
+                    sample.sparse.make_room(sample.running_lease)
                 self._cache.reserve(sample.running_lease, count)
             except OutOfBlocks:
                 victim = self._victim(sample)
@@ -173,11 +188,12 @@ class Scheduler:
             if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
                 return
             tokens, scope = sample.tokens.view, sample.request.scope
-            hit = self._cache.lookup(tokens, scope)
-            sample.pending = self._cache.pending(tokens, scope, hit.num_tokens)
+            known = tokens if sample.sparse is None else tokens[: sample.sparse.hit_limit + 1]
+            hit = self._cache.lookup(known, scope)
+            sample.pending = self._cache.pending(known, scope, hit.num_tokens)
             if sample.pending is not None:
                 continue
-            if self.running and not self._has_room(len(tokens), scope, hit, passing=bool(full)):
+            if self.running and not self._has_room(sample, hit, passing=bool(full)):
                 full.add(account)
                 if not self._cache.tenants.has_shares:
                     return  # not the next one either: a small request must not overtake a large one for ever
@@ -189,9 +205,12 @@ class Scheduler:
         """Give a waiting sample a lease and room for its first tokens, and plan them; false if there is no room."""
         tokens, scope = sample.tokens.view, sample.request.scope
         if sample.request.explanation is None:  # asked before room is made for it, which may evict what it is about
-            sample.request.explanation = self._cache.misses.facts(tokens, scope, hit.match)
+            facts = self._cache.misses.facts(tokens, scope, hit.match)
+            if sample.sparse is not None and hit.num_tokens == sample.sparse.hit_limit:
+                facts = replace(facts, reason=MissReason.KV_POLICY, eviction=None, cached=())
+            sample.request.explanation = facts
         sample.lease = self._cache.acquire(tokens, scope, hit)
-        count = min(sample.num_uncomputed, budget)
+        count = sample.num_next(budget)
         try:
             self._cache.reserve(sample.lease, count)
         except OutOfBlocks:
@@ -199,7 +218,7 @@ class Scheduler:
             return False
         self.waiting.remove(sample)
         self.start(sample)
-        sample.lease.tier_use = sample.request.params.tier_use
+        sample.lease.tier_use = _tier_use(sample)
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
@@ -210,12 +229,14 @@ class Scheduler:
             plan[sample] = count
         return True
 
-    def _has_room(self, num_tokens: int, scope: Scope, hit: Hit, *, passing: bool) -> bool:
-        """Whether a prompt fits beside what runs, with a block to spare for each running sample to grow into.
+    def _has_room(self, sample: Sample, hit: Hit, *, passing: bool) -> bool:
+        """Whether a sample's tokens fit beside what runs, with a block to spare for each running sample to grow into.
 
         Passing another request that waits for room, it must fit into its tenant's guaranteed share too.
         """
-        needed = self._cache.peak_blocks(num_tokens + 1, self._config.token_budget) - hit.num_blocks
+        scope = sample.request.scope
+        peak = self._cache.peak_blocks(len(sample.tokens) + 1, self._config.token_budget)
+        needed = (peak if sample.sparse is None else sample.request.peak_blocks) - hit.num_blocks
         if passing and not self._cache.tenants.is_within(scope.namespace, needed):
             return False
         spare = len(self.running) * len(self._cache.layout.groups)

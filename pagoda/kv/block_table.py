@@ -4,6 +4,8 @@ position      0 .. 15   16 .. 31   32 .. 47
 table index       0         1          2          position // block_size
 block id          7         3          9
 slot of position 35 = 9 * block_size + 35 % block_size
+
+Of a compacted request the entries before some position are fewer than the tokens: `num_dropped` is subtracted first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 class BlockTable:
     """A growable array of block ids. It counts no references: the cache that hands it out does."""
 
-    __slots__ = ("_ids", "_len", "block_size", "first")
+    __slots__ = ("_ids", "_len", "block_size", "first", "num_dropped")
 
     def __init__(self, block_size: int, ids: BlockIds = NO_BLOCKS) -> None:
         self.block_size = block_size
@@ -27,6 +29,8 @@ class BlockTable:
         self._len = ids.size
         self.first = 0
         """Entries before this index slid out of the window: their block is no longer the request's."""
+        self.num_dropped = 0
+        """Tokens without an entry; those that are appended come after the entries of the others."""
 
     def __len__(self) -> int:
         return self._len
@@ -68,13 +72,30 @@ class BlockTable:
         self.first = max(self.first, first)
         return gone
 
+    def repack(self, ids: BlockIds, num_dropped: int) -> BlockIds:
+        """Hold these blocks instead, from entry `first` on; return those held before. See Compactor."""
+        gone = self.held.copy()
+        self._ids = np.concatenate([self._ids[: self.first], ids])
+        self._len = self._ids.size
+        self.num_dropped = num_dropped
+        return gone
+
     def fork(self) -> BlockTable:
         """A copy that can grow on its own."""
         copy = BlockTable(self.block_size, self.ids)
-        copy.first = self.first
+        copy.first, copy.num_dropped = self.first, self.num_dropped
         return copy
+
+    @property
+    def capacity(self) -> int:
+        """The first position that there is no block for."""
+        return self._len * self.block_size + self.num_dropped
+
+    def index(self, position: int) -> int:
+        """Where the block of a position is, or will be."""
+        return (position - self.num_dropped) // self.block_size
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Pool slots of positions `start` to `stop`, exclusive."""
-        positions = np.arange(start, stop, dtype=np.int64)
+        positions = np.arange(start - self.num_dropped, stop - self.num_dropped, dtype=np.int64)
         return self._ids[positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size

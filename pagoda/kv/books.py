@@ -56,6 +56,7 @@ class CacheStats:
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
     num_copied_blocks: int = 0
+    num_returned_blocks: int = 0  # by compaction
     num_restored_tokens: int = 0
 
 

@@ -4,6 +4,7 @@
     reserve(n)       blocks for the next n tokens: allocate, evicting if short; copy a shared block before it is written
     advance(tokens)  the KV of these tokens is written: full blocks enter the tree, so that others share them at once
     fork()           a second lease on the same blocks
+    compact()        fewer entries in blocks of its own: see Compactor
     release()        let go; the partly filled tail enters the tree too
 
 A call either does all it says or raises and changes nothing.
@@ -20,7 +21,8 @@ import numpy.typing as npt
 from pagoda.errors import InvariantError, LeaseRefused, OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.block_table import BlockTable
-from pagoda.kv.books import BlockCopier, Books, CacheStats, Hit
+from pagoda.kv.books import BlockCopier, CacheStats, Hit
+from pagoda.kv.compaction import Compactor
 from pagoda.kv.directives import Directive, Directives
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
@@ -31,7 +33,7 @@ from pagoda.kv.radix_node import ABSENT, Match, TokenArray
 __all__ = ["BlockCopier", "CacheStats", "Hit", "KVCache"]
 
 
-class KVCache(Books):
+class KVCache(Compactor):
     """Paged KV memory with prefix sharing: Books, and the life of a lease on them. Not thread-safe."""
 
     def acquire(self, tokens: TokenArray, scope: Scope, hit: Hit | None = None) -> Lease:
@@ -133,17 +135,18 @@ class KVCache(Books):
             OutOfBlocks: the pool cannot supply them; nothing changed.
         """
         position = lease.num_computed_tokens
-        first = position // self.block_size
-        shared = [group for group, table in enumerate(lease.tables) if self._must_copy(lease, table, first)]
-        grow = max(0, -(-(position + num_tokens) // self.block_size) - len(lease.tables[0]))
-        if not shared and not grow:
+        tables = lease.tables
+        shared = [group for group, table in enumerate(tables) if self._must_copy(lease, table, table.index(position))]
+        grow = [max(0, table.index(position + num_tokens - 1) + 1 - len(table)) for table in tables]
+        if not shared and not any(grow):
             return
-        ids = self._allocate(len(shared) + grow * len(lease.tables), lease.scope)
+        ids = self._allocate(len(shared) + sum(grow), lease.scope)
         for group, copy in zip(shared, ids, strict=False):
-            self._replace_shared(lease, group, first, int(copy))
-        for group, table in enumerate(lease.tables):
-            start = len(shared) + group * grow
-            table.append(ids[start : start + grow])
+            self._replace_shared(lease, group, tables[group].index(position), int(copy))
+        start = len(shared)
+        for table, count in zip(tables, grow, strict=True):
+            table.append(ids[start : start + count])
+            start += count
 
     def _replace_shared(self, lease: Lease, group: int, index: int, copy: int) -> None:
         """Copy-on-write of one table entry."""
@@ -187,14 +190,6 @@ class KVCache(Books):
         if slid:
             self._offer(last)
             self._offer_parts(lease.prompt, lease.lineage)
-
-    def _last_in_tree(self, lease: Lease) -> int | None:
-        """The last of the group-0 blocks that a lease holds and the tree has."""
-        table = lease.tables[0]
-        ids = table.ids[table.first : lease.num_committed_blocks]
-        if lease.is_detached:
-            ids = ids[[self._allocator.in_tree(block) for block in ids.tolist()]]
-        return int(ids[-1]) if ids.size else None
 
     def _last_committed(self, lease: Lease) -> int:
         return int(lease.tables[0].ids[lease.num_committed_blocks - 1])

@@ -25,7 +25,8 @@ class PendingPrefix:
     @property
     def is_pending(self) -> bool:
         """Whether waiting for it still makes sense."""
-        return not self.lease.released and self.lease.num_computed_tokens < self.num_tokens
+        ends = self.lease.released or self.lease.is_detached
+        return not ends and self.lease.num_computed_tokens < self.num_tokens
 
 
 class Computing:
@@ -53,7 +54,7 @@ class Computing:
         """The longest prefix of all but the last of `tokens` that is on its way, if beyond what is known.
 
         Whoever waits for it instead of computing it again must stop waiting when `is_pending` turns false: the
-        prefix is there, or its lease was released. Mutates nothing.
+        prefix is there, or its lease was released or computes for itself alone. Mutates nothing.
         """
         best: PendingPrefix | None = None
         for lease in self._leases.get(self._key(lineage, tokens), ()):

@@ -59,14 +59,15 @@ class Lease:
 
     Attributes:
         scope: whose prefixes it shares; `lineage` says it for each part of the sequence.
-        tables: block tables, one per layer group, equally long.
+        tables: block tables, one per layer group, equally long unless it was compacted.
         prompt: the tokens it was acquired for; what it is expected to compute and share.
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
         num_leading_tokens: of those, the ones before the first that missed.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
         directives: the priorities of what it commits.
-        is_detached: its blocks were purged from the tree, or would have been; it computes for itself alone.
+        is_detached: its blocks were purged from the tree, or would have been, or it was compacted: it computes for itself
+            alone.
         tier_use: what it allows of lower tiers.
         restore_report: what they were asked and gave, once that is over; None if they were not asked.
         owns_tail: it appends in place to a partial block of the tree, and nobody else may.
@@ -115,4 +116,4 @@ class Lease:
     @property
     def capacity(self) -> int:
         """Tokens that the tables have room for."""
-        return len(self.tables[0]) * self.tables[0].block_size
+        return min(table.capacity for table in self.tables)

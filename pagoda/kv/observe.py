@@ -43,6 +43,7 @@ class MissReason(StrEnum):
     LEASE_EXPIRED = "lease_expired"  # and evicted then
     RESTORE_FAILED = "restore_failed"  # a tier has it and could not give it
     RESTORE_SLOWER = "restore_slower"  # a tier has it, and computing it was, or was predicted to be, faster
+    KV_POLICY = "kv_policy"  # the request's policy goes by what is computed from there on
     OTHER_SCOPE = "other_scope"  # the tenant has it under another cache_salt or adapter
     DIVERGED = "diverged"
     NEVER_SEEN = "never_seen"

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, Hit, KVCache
+from pagoda.kv.compaction import Move
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import BlockKey, KeyChain, Scope
@@ -162,6 +163,11 @@ class TieredCache(KVCache):
     def _end(self, lease: Lease) -> None:
         self._end_restore(lease)
         super()._end(lease)
+
+    def compact(self, lease: Lease, num_kept: Sequence[int | None], move: Move) -> None:
+        """See Compactor. A restore that still runs ends: its blocks would be anybody's."""
+        super().compact(lease, num_kept, move)
+        self._end_restore(lease)
 
     @property
     def is_restoring(self) -> bool:

@@ -45,6 +45,8 @@ class Metrics:
         self._audited = counter("audited_blocks", "Blocks of hits that were computed again and compared")
         self._mismatches = counter("audit_mismatches", "Audited blocks that were wrong")
         self._evicted = counter("evicted_blocks", "Cached blocks given up to make room")
+        self._returned = counter("sparse_returned_blocks", "KV blocks that compressing sparse requests gave back")
+        self._returned_bytes = counter("sparse_returned_bytes", "Bytes of those")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = counter("generation_tokens", "Output tokens of finished requests")
         self._finished = counter("requests", "Finished requests", ("finish_reason",))
@@ -76,6 +78,8 @@ class Metrics:
         self._audited.inc(stats.num_audited_blocks)
         self._mismatches.inc(stats.num_audit_mismatches)
         self._evicted.inc(stats.num_evicted_blocks)
+        self._returned.inc(stats.num_returned_blocks)
+        self._returned_bytes.inc(stats.returned_bytes)
 
     def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         """Count a prefix lookup."""

@@ -7,10 +7,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.faults import check_spelling, first_fault
-from pagoda.server.openai.schema import MAX_SALT_CHARS, OWN_FIELDS, Int32, StopString, TierOptions
+from pagoda.server.openai.schema import MAX_SALT_CHARS, OWN_FIELDS, Int32, KVPolicyField, StopString, TierOptions
 
 # A known field that would change the answer if it were ignored -> the `type`s of it that ask for nothing special.
 _UNSUPPORTED: dict[str, tuple[str, ...]] = {
@@ -53,6 +54,7 @@ class MessagesRequest(PromptFields):
     # Beyond Anthropic's.
     priority: Int32 = 0
     tiers: TierOptions | None = None
+    kv_policy: KVPolicyField | None = None
 
     def sampling_params(self) -> SamplingParams:
         """The engine's form of these fields.
@@ -67,6 +69,7 @@ class MessagesRequest(PromptFields):
             top_k=self.top_k or 0,
             stop=tuple(self.stop_sequences or ()),
             tier_use=TierUse() if self.tiers is None else self.tiers.spec,
+            kv_policy=None if self.kv_policy is None else parse_kv_policy(self.kv_policy),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from pagoda.engine.outputs import (
     FinishReason,
     LeaseOutcome,
     RequestOutput,
+    SparseReport,
     TokenLogprob,
     Usage,
 )
@@ -194,6 +195,7 @@ class _Frame:
         self._usages: dict[int, Usage] = {}
         self._leases: dict[int, tuple[LeaseOutcome, ...]] = {}
         self._explanations: dict[int, Explanation] = {}
+        self._sparse: dict[int, SparseReport] = {}
         self._tokenizer = served.engine.tokenizer
         self._num_finished = 0
         self._opened: set[int] = set()
@@ -213,6 +215,8 @@ class _Frame:
         self._num_finished += output.finished
         if output.explanation is not None:
             self._explanations[prompt_index] = output.explanation
+        if output.sparse is not None:
+            self._sparse[prompt_index] = output.sparse
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._wording.whole(choice, completion) for choice, completion in enumerate(completions)]
@@ -220,7 +224,7 @@ class _Frame:
         return {**whole, **self._pagoda()}
 
     def _pagoda(self) -> dict[str, Any]:
-        """The field that tells what became of leases and why prompts missed, each if asked for."""
+        """The field that tells what became of leases, why prompts missed and what kv_policy did, each if asked for."""
         about: dict[str, Any] = {}
         if leases := [outcome for index in sorted(self._leases) for outcome in self._leases[index]]:
             about["leases"] = lease_report(leases)
@@ -230,6 +234,9 @@ class _Frame:
                 for _, each in sorted(self._explanations.items(), key=itemgetter(0))
             ]
             about["explain"] = reports if len(self._job.prompts) > 1 else reports[0]
+        if self._sparse:
+            done = [asdict(each) for _, each in sorted(self._sparse.items(), key=itemgetter(0))]
+            about["kv_policy"] = done if len(self._job.prompts) > 1 else done[0]
         return {"pagoda": about} if about else {}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
+from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
@@ -54,11 +55,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 # Fields beyond OpenAI's and Anthropic's whose loss would go unnoticed: a misspelt one is refused.
-OWN_FIELDS = ("cache_salt", "tiers", "cached_content", "kv_retention", "prompt_cache_retention", "prompt_cache_options")
+OWN_FIELDS = (
+    *("cache_salt", "tiers", "cached_content", "kv_retention", "kv_policy"),
+    *("prompt_cache_retention", "prompt_cache_options"),
+)
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+KVPolicyField = str | dict[str, Any]
 R = TypeVar("R", bound="GenerationRequest")
 
 
@@ -146,6 +151,7 @@ class GenerationRequest(BaseModel):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     kv_retention: KVRetentionRequest | None = None
+    kv_policy: KVPolicyField | None = None
 
     def leases(self, num_prompt_tokens: int) -> tuple[LeaseSpec, ...]:
         """What `prompt_cache_retention` asks for a prompt: only `24h` is more than every prompt gets."""
@@ -192,6 +198,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             tier_use=TierUse() if self.tiers is None else self.tiers.spec,
+            kv_policy=None if self.kv_policy is None else parse_kv_policy(self.kv_policy),
         )
         if self.stream and params.is_ranked:
             what = "a beam search" if beam else "best_of above n"

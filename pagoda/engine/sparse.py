@@ -1,0 +1,124 @@
+"""Sparsity: kv_policy in the engine: the server's default, budgets in tokens, and what can never fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.errors import ContextTooLong, InvalidRequest
+from pagoda.kv.cache import KVCache
+from pagoda.kv.sizes import parse_size
+from pagoda.sparse.base import Demand, SparsePolicy, SparseSequence
+from pagoda.sparse.spec import FIT, Full, KVPolicy
+from pagoda.sparse.store import SparseMemory
+
+_FIT_PARTS = 17, 8  # a budget, an eighth of it between compressions, and a copy: 17 eighths
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """Opens the sparse side of requests.
+
+    Args:
+        cache, memory: the engine's.
+        step_tokens: most tokens computed in one step.
+        default: the policy of requests that name none; None: full KV.
+    """
+
+    cache: KVCache
+    memory: SparseMemory
+    step_tokens: int
+    default: SparsePolicy | None = None
+
+    def policy_for(self, wish: KVPolicy | None, *, forks: bool) -> SparsePolicy | None:
+        """The policy of a request, its budget in tokens; None: full KV.
+
+        Args:
+            forks: the request has several samples or beams. They share blocks, so the default is not for them.
+
+        Raises:
+            InvalidRequest: the model has no layer that sees everything, the budget is too small, or the request forks.
+        """
+        if isinstance(wish, Full) or (wish is None and (forks or self.default is None)):
+            return None
+        policy = wish if wish is not None else self.default
+        assert policy is not None, "one of the two is there"
+        if forks:
+            raise InvalidRequest("a request with a kv_policy has one sample: n and best_of 1, no beams", param="n")
+        if not self.memory.full_layers:
+            message = "every layer of this model has a sliding window: its KV is bounded without a kv_policy"
+            raise InvalidRequest(message, param="kv_policy")
+        return policy if isinstance(policy.budget, int) else policy.with_budget(self._tokens(policy.budget))
+
+    def _tokens(self, budget: str) -> int:
+        """A budget in bytes, or all that fits, in tokens: whole blocks of the layers that see everything."""
+        layout, size = self.memory.layout, self.memory.layout.block_size
+        num_groups = sum(group.window is None for group in layout.groups)
+        if budget == FIT:
+            whole, part = _FIT_PARTS
+            # Beside it, a compression ends inside a block, and so does its copy.
+            num_blocks = (self._room - 2 * self._window_blocks()) // num_groups - 4
+            return max(0, min(num_blocks * part // whole * size, self.memory.max_positions * part // (part + 1)))
+        return parse_size(budget) // (layout.block_stride * num_groups) * size
+
+    @property
+    def _room(self) -> int:
+        """Blocks that one request can count on."""
+        return self.cache.num_blocks - self.cache.retention.limit_blocks
+
+    def _window_blocks(self) -> int:
+        """The most blocks that a request holds in layers with a sliding window."""
+        layout = self.memory.layout
+        num_full = sum(group.window is None for group in layout.groups)
+        whole = 1 << 40  # blocks: more than any window has
+        return self.cache.peak_blocks(whole * layout.block_size, self.step_tokens) - num_full * whole
+
+    def _num_blocks(self, demand: Demand) -> int:
+        """The most blocks that a request with this demand holds at once."""
+        size = self.memory.layout.block_size
+        num_groups = sum(group.window is None for group in self.memory.layout.groups)
+        copies = -(-demand.copies // size)
+        return num_groups * (-(-demand.entries // size) + copies) + (2 if copies else 1) * self._window_blocks()
+
+    def open(self, policy: SparsePolicy, num_prompt: int, num_total: int) -> SparseSequence | None:
+        """The sparse side of a request; None if it never outgrows its budget: then it is as any other.
+
+        Raises:
+            ContextTooLong: it can never run; the message has the numbers.
+        """
+        demand, exact = self._demand(policy, num_prompt, num_total)
+        if demand.positions > self.memory.max_positions:
+            raise ContextTooLong(
+                f"this model has {self.memory.max_positions} positions; {num_prompt} prompt tokens and "
+                f"{num_total - num_prompt} more need {demand.positions} with kv_policy {policy.name}",
+                param="prompt" if num_prompt >= self.memory.max_positions else "max_tokens",
+            )
+        needed = self._num_blocks(demand)
+        if needed > self._room:
+            raise ContextTooLong(
+                f"{num_prompt} prompt tokens and {num_total - num_prompt} more need {needed} KV blocks with kv_policy "
+                f"{policy.name} of {policy.budget} tokens; there are {self._room} for a request",
+                param="prompt",
+            )
+        return policy.open(num_prompt, num_total, self.cache, self.memory, exact=exact)
+
+    def _demand(self, policy: SparsePolicy, num_prompt: int, num_total: int) -> tuple[Demand, bool]:
+        """What a request needs, and whether its prompt is computed exactly: if that fits, or if it must be."""
+        exact = policy.demand(num_prompt, num_total, exact=True)
+        fits = self._num_blocks(exact) <= self._room and exact.positions <= self.memory.max_positions
+        if fits or not policy.bounds_prefill:
+            return exact, True
+        return policy.demand(num_prompt, num_total, exact=False), False
+
+    def peak_blocks(self, policy: SparsePolicy, num_prompt: int, num_total: int) -> int:
+        """The most blocks that a request holds at once."""
+        return self._num_blocks(self._demand(policy, num_prompt, num_total)[0])
+
+    def max_tokens(self, policy: SparsePolicy, num_prompt: int, wanted: int | None, max_model_len: int) -> int:
+        """How many tokens a request may generate: what it wants; else up to the context, or as many after it."""
+        if wanted is not None:
+            return wanted
+        left = max_model_len - num_prompt
+        if left > 0:
+            return left
+        longest = policy.demand(num_prompt, num_prompt + max_model_len, exact=False).positions
+        return max(1, max_model_len - max(0, longest - self.memory.max_positions))

@@ -1,0 +1,154 @@
+"""Dropping: what the policies that drop entries for good have in common, which is all but the choice of entries.
+
+    entries of a layer                                 limit = budget + interval
+       ^                     /|     /|     /|     /|
+       |  prompt, exact  /    |   /  |   /  |   /  |   decode: down to the budget, every `interval` tokens
+       |             /        | /    | /    | /    |
+       |         /            '      '      '      '   budget
+       +-----/--------------------------------------------> tokens computed
+
+The prompt is computed exactly and compressed once, at its end, unless it is too long for that: then a policy that can
+compresses all along, on the same rule as in decode. The points are fixed by the counts of tokens alone, never by how
+the scheduler cuts its steps, so a preempted request that is computed again comes to the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from pagoda.errors import InvalidRequest
+from pagoda.kv.cache import KVCache
+from pagoda.sparse.base import Budget, Demand
+from pagoda.sparse.sequence import DroppingSequence
+from pagoda.sparse.store import SparseMemory
+
+_LEAST_INTERVAL = 32
+_BUDGET_PER_INTERVAL = 8
+_MOST_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Dropping:
+    """Settings of every dropping policy.
+
+    Attributes:
+        budget: entries that stay in each layer.
+        interval: tokens between two compressions while decoding; None: an eighth of the budget.
+
+    Raises:
+        InvalidRequest: a setting is out of range, or the budget is too small for the others.
+    """
+
+    name: ClassVar[str]
+    bounds_prefill: ClassVar[bool] = True
+    compresses_output: ClassVar[bool] = True
+    budget: Budget = "fit"
+    interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.interval is not None:
+            self.check(1 <= self.interval <= _MOST_TOKENS, "interval", "must be at least 1")
+        if isinstance(self.budget, int):
+            least = self.least_budget
+            self.check(least <= self.budget, "budget", f"must be at least {least} tokens here")
+            self.check(self.budget <= _MOST_TOKENS, "budget", f"must be at most {_MOST_TOKENS} tokens")
+
+    def check(self, ok: bool, setting: str, message: str) -> None:
+        """Refuse a setting."""
+        if not ok:
+            raise InvalidRequest(f"{self.name}: {setting} {message}, got {getattr(self, setting)}", param="kv_policy")
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Self:
+        """See SparsePolicy."""
+        known = [each.name for each in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                message = f"{cls.name} has no setting {str(name)[:64]!r}; it has {', '.join(known)}"
+                raise InvalidRequest(message, param="kv_policy")
+            if type(value) is not int and not (name == "budget" and isinstance(value, str)):
+                message = f"{cls.name}: {name} must be a whole number, got {str(value)[:64]!r}"
+                raise InvalidRequest(message, param="kv_policy")
+        return cls(**given)
+
+    def with_budget(self, num_tokens: int) -> Self:
+        """See SparsePolicy."""
+        return replace(self, budget=num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """The budget, which must be in tokens by now."""
+        assert isinstance(self.budget, int), "the engine turns budgets into tokens before it uses them"
+        return self.budget
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that these settings allow."""
+        return 1
+
+    @property
+    def num_between(self) -> int:
+        """Tokens between two compressions."""
+        if self.interval is not None:
+            return self.interval
+        return max(_LEAST_INTERVAL, self.num_tokens // _BUDGET_PER_INTERVAL)
+
+    @property
+    def largest_layer(self) -> int:
+        """The most entries that any layer keeps."""
+        return self.num_tokens
+
+    @property
+    def num_packed(self) -> int:
+        """Leading entries that are turned to the positions right before the others; 0: positions stay."""
+        return 0
+
+    def layer_budget(self, index: int, num_layers: int) -> int:
+        """The entries that the `index`-th of `num_layers` layers keeps."""
+        return self.num_tokens
+
+    def observed(self, num_prompt: int) -> range:
+        """The tokens whose attention the choice goes by; they must be computed, not hit."""
+        return range(0)
+
+    def select(self, positions: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the entries that stay in one layer.
+
+        Args:
+            positions: int64 `[num_kv_heads, n]`, the token of each entry, rising.
+            mass: float32 `[num_kv_heads, n]`, the attention that each has had from the observed tokens.
+            count: how many stay, at most n.
+
+        Returns:
+            int64 `[num_kv_heads, count]`, indices of entries, rising.
+        """
+        raise NotImplementedError
+
+    # -- for the engine ----------------------------------------------------------------------------------------------
+
+    def outgrows(self, num_prompt: int, num_total: int) -> bool:
+        """Whether a request comes to where it must be compressed."""
+        limit = self.num_tokens + self.num_between
+        return num_prompt > self.num_tokens or (self.compresses_output and num_total > limit)
+
+    def demand(self, num_prompt: int, num_total: int, *, exact: bool) -> Demand:
+        """See SparsePolicy."""
+        if not self.outgrows(num_prompt, num_total):
+            return Demand(num_total, 0, num_total)
+        grown = min(num_total, self.largest_layer + self.num_between)
+        if not self.compresses_output:
+            grown = self.largest_layer + num_total - num_prompt
+        entries = max(num_prompt, grown) if exact else grown
+        return Demand(entries, min(self.largest_layer, entries), entries if self.num_packed else num_total)
+
+    def open(
+        self, num_prompt: int, num_total: int, cache: KVCache, memory: SparseMemory, *, exact: bool
+    ) -> DroppingSequence | None:
+        """See SparsePolicy."""
+        if not self.outgrows(num_prompt, num_total):
+            return None
+        return DroppingSequence(self, num_prompt, cache, memory, exact=exact)

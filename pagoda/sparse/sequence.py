@@ -1,0 +1,227 @@
+"""DroppingSequence: one request under a policy that drops entries: what is left of it, and when it is compressed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pagoda.kv.allocator import BlockIds
+from pagoda.kv.cache import KVCache
+from pagoda.kv.lease import Lease
+from pagoda.sparse.base import Place
+from pagoda.sparse.report import SparseReport
+from pagoda.sparse.store import SparseMemory
+
+
+class Choice(Protocol):
+    """What a sequence asks of its policy; see Dropping."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def num_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_between(self) -> int: ...  # noqa: D102
+    @property
+    def num_packed(self) -> int: ...  # noqa: D102
+    @property
+    def compresses_output(self) -> bool: ...  # noqa: D102
+    def layer_budget(self, index: int, num_layers: int) -> int: ...  # noqa: D102
+    def observed(self, num_prompt: int) -> range: ...  # noqa: D102
+    def select(self, positions: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor: ...  # noqa: D102
+
+
+class DroppingSequence:
+    """See SparseSequence.
+
+    Args:
+        policy: chooses.
+        num_prompt: tokens of the prompt; those after it are output.
+        exact: nothing is dropped before the prompt is computed.
+    """
+
+    def __init__(self, policy: Choice, num_prompt: int, cache: KVCache, memory: SparseMemory, *, exact: bool) -> None:
+        self.rotary_offset = 0
+        self._policy = policy
+        self._num_prompt = num_prompt
+        self._cache = cache
+        self._memory = memory
+        self._exact = exact
+        self._observed = policy.observed(num_prompt)
+        first_seen = self._observed.start if self._observed else 0
+        if not exact:  # a longer hit would be dropped before anything was seen of it
+            self.hit_limit = policy.num_tokens
+        else:
+            self.hit_limit = first_seen or sys.maxsize
+        self._layers = memory.full_layers
+        self._at = 0  # tokens computed when it was compressed last
+        self._positions: dict[int, torch.Tensor] = {}  # of what was kept then, int64 [num_kv_heads, kept]
+        self._mass: dict[int, torch.Tensor] = {}
+        self._sinks: dict[int, torch.Tensor] = {}  # keys of packed entries as at position 0, float32
+        self.report = SparseReport(policy.name, 0, 0, 0, 0, 0, 0)
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def limit(self, start: int) -> int:
+        """See SparseSequence."""
+        most = sys.maxsize
+        if start >= self._num_prompt or not self._exact:
+            most = self._limit_entries - (self._policy.num_tokens if self._is_due(start) else self._num_entries(start))
+        for end in (self._num_prompt, self._observed.start):
+            if start < end:
+                most = min(most, end - start)
+        return most
+
+    @property
+    def _limit_entries(self) -> int:
+        return self._policy.num_tokens + self._policy.num_between if self._policy.compresses_output else sys.maxsize
+
+    def _is_due(self, num_computed: int) -> bool:
+        if num_computed < self._num_prompt and self._exact:
+            return False
+        entries = self._num_entries(num_computed)
+        if num_computed == self._num_prompt and self._at < num_computed:
+            return entries > self._policy.num_tokens
+        return entries >= self._limit_entries
+
+    def _num_entries(self, num_computed: int) -> int:
+        """Of the layer that has most."""
+        return num_computed - self._at + max((kept.shape[1] for kept in self._positions.values()), default=self._at)
+
+    # -- what is seen ------------------------------------------------------------------------------------------------
+
+    def wants_mass(self, start: int, stop: int) -> bool:
+        """See SparseSequence."""
+        return self._observed.start < stop and start < self._observed.stop
+
+    def uses_hook(self, start: int, stop: int) -> bool:
+        """See SparseSequence."""
+        return self.wants_mass(start, stop) or self._is_uneven
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether layers have different numbers of entries."""
+        lengths = {kept.shape[1] for kept in self._positions.values()}
+        return len(lengths) > 1 or (bool(lengths) and len(self._layers) < len(self._memory.layout.layers))
+
+    def before_attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
+    ) -> Place | None:
+        """See SparseSequence."""
+        kept = self._positions.get(layer)
+        dropped = 0 if kept is None else self._at - kept.shape[1]
+        if dropped == lease.tables[0].num_dropped:
+            return None
+        table = lease.tables[self._memory.layout.group_of_layer[layer]]
+        stop, shift = start + len(k), dropped - table.num_dropped
+        return Place(stop - dropped, table.slots(start - shift, stop - shift))
+
+    def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
+        """See SparseSequence."""
+        if mass is None or not self.wants_mass(start, stop) or layer not in self._layers:
+            return
+        total = mass.to("cpu", copy=True)
+        if (before := self._mass.get(layer)) is not None:
+            total[:, : before.shape[1]] += before
+        self._mass[layer] = total
+
+    # -- compression -------------------------------------------------------------------------------------------------
+
+    def make_room(self, lease: Lease) -> None:
+        """See SparseSequence."""
+        num_computed = lease.num_computed_tokens
+        if not self._is_due(num_computed):
+            return
+        keep: dict[int, torch.Tensor] = {}
+        positions: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            held = self._held(layer, num_computed)
+            count = min(self._policy.layer_budget(index, len(self._layers)), held.shape[1])
+            keep[layer] = self._policy.select(held, self._mass_of(layer, held), count)
+            positions[layer] = held.gather(1, keep[layer])
+        groups = self._memory.layout.groups
+        counts = [None if each.window else max(keep[layer].shape[1] for layer in each.layers) for each in groups]
+
+        def move(group: int, old: BlockIds, new: BlockIds) -> None:
+            for layer in groups[group].layers:
+                self._memory.move(layer, old, new, keep[layer])
+
+        before = lease.num_blocks
+        if not self._positions and self._policy.num_packed:
+            self._remember_sinks(lease)
+        self._cache.compact(lease, counts, move)
+        self._mass = {layer: mass.gather(1, keep[layer]) for layer, mass in self._padded_mass(num_computed).items()}
+        self._positions, self._at = positions, num_computed
+        if self._policy.num_packed:
+            self._pack(lease)
+        self._note(lease, before)
+
+    def _held(self, layer: int, num_computed: int) -> torch.Tensor:
+        """The token of each entry."""
+        kept = self._positions.get(layer)
+        num_heads = self._memory.views[layer].keys.shape[1]
+        new = torch.arange(0 if kept is None else self._at, num_computed).expand(num_heads, -1)
+        return new if kept is None else torch.cat((kept, new), dim=1)
+
+    def _mass_of(self, layer: int, held: torch.Tensor) -> torch.Tensor:
+        """What each entry has had; those that nobody looked at yet have nothing."""
+        mass = torch.zeros(held.shape)
+        if (seen := self._mass.get(layer)) is not None:
+            mass[:, : seen.shape[1]] = seen
+        return mass
+
+    def _padded_mass(self, num_computed: int) -> dict[int, torch.Tensor]:
+        if not self._observed:
+            return {}
+        return {layer: self._mass_of(layer, self._held(layer, num_computed)) for layer in self._layers}
+
+    def _note(self, lease: Lease, num_blocks_before: int) -> None:
+        returned = num_blocks_before - lease.num_blocks
+        last, entries = self.report, self._num_entries(self._at)
+        self.report = SparseReport(
+            policy=last.policy,
+            num_compactions=last.num_compactions + 1,
+            num_kept_tokens=entries,
+            num_dropped_tokens=self._at - entries,
+            num_blocks=lease.num_blocks,
+            num_returned_blocks=last.num_returned_blocks + returned,
+            returned_bytes=last.returned_bytes + returned * self._memory.layout.block_stride,
+        )
+
+    # -- packed positions --------------------------------------------------------------------------------------------
+
+    def _remember_sinks(self, lease: Lease) -> None:
+        """The first keys as at position 0: turning them from there each time, rounding does not add up."""
+        for layer in self._layers:
+            num_heads = self._memory.views[layer].keys.shape[1]
+            first = torch.arange(self._policy.num_packed)
+            table = lease.tables[self._memory.layout.group_of_layer[layer]].ids
+            keys = self._memory.keys(layer, table, first.expand(num_heads, -1))
+            self._sinks[layer] = self._memory.turned(layer, keys, -first)
+
+    def _pack(self, lease: Lease) -> None:
+        """Turn the packed entries to the positions right before the others; first move all back if positions run out.
+
+        The others have the positions up to the last one, without a gap.
+        """
+        policy, memory = self._policy, self._memory
+        start = self._at - self.rotary_offset - policy.num_tokens
+        if self._at - self.rotary_offset + policy.num_between > memory.max_positions:
+            for layer, group in enumerate(memory.layout.group_of_layer):
+                memory.turn_blocks(layer, np.unique(lease.tables[group].held), -start)
+            self.rotary_offset += start
+            start = 0
+        for layer, keys in self._sinks.items():
+            table = lease.tables[memory.layout.group_of_layer[layer]].ids
+            positions = start + torch.arange(policy.num_packed)
+            memory.write_keys(layer, table, 0, memory.turned(layer, keys, positions))
+
+    def forget(self, lease: Lease) -> None:
+        """See SparseSequence."""
+        if self._observed:  # the same must be seen again
+            self.hit_limit = min(self.hit_limit, max(self._observed.start, lease.num_hit_tokens))
+        self._at, self.rotary_offset = 0, 0
+        self._positions, self._mass, self._sinks = {}, {}, {}

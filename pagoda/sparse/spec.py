@@ -1,0 +1,63 @@
+"""Reading `kv_policy`: a request's object, `{"name": "h2o", "budget": 512}`, or a line of text, `h2o:budget=512`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.errors import ConfigError, InvalidRequest
+from pagoda.kv.sizes import parse_size
+from pagoda.sparse.base import SparsePolicy
+from pagoda.sparse.h2o import H2O
+from pagoda.sparse.pyramid import Pyramid
+from pagoda.sparse.snapkv import SnapKV
+from pagoda.sparse.streaming import Streaming
+
+POLICIES: Mapping[str, type[SparsePolicy]] = {each.name: each for each in (Streaming, H2O, SnapKV, Pyramid)}
+FIT = "fit"
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Not sparse, whatever the server's default is."""
+
+    name: str = "none"
+
+
+KVPolicy = SparsePolicy | Full
+
+
+def parse_kv_policy(given: str | Mapping[str, Any]) -> KVPolicy:
+    """The policy that a request or an option names; `none` is full KV.
+
+    Raises:
+        InvalidRequest: there is no such policy, or a setting is unknown, of the wrong type or out of range.
+    """
+    fields = _fields_of(given) if isinstance(given, str) else dict(given)
+    name = fields.pop("name", None)
+    if name == "none" and not fields:
+        return Full()
+    if not isinstance(name, str) or name not in POLICIES:
+        known = ", ".join(("none", *POLICIES))
+        raise InvalidRequest(f"kv_policy needs a name, one of {known}; got {str(name)[:64]!r}", param="kv_policy")
+    budget = fields.get("budget")
+    if isinstance(budget, str) and budget != FIT:
+        try:
+            parse_size(budget)
+        except ConfigError as error:
+            message = f"budget is a number of tokens, a size such as 64MiB, or fit: {error}"
+            raise InvalidRequest(message, param="kv_policy") from None
+    return POLICIES[name].from_fields(fields)
+
+
+def _fields_of(text: str) -> dict[str, Any]:
+    name, _, rest = text.partition(":")
+    fields: dict[str, Any] = {"name": name.strip()}
+    for part in filter(None, rest.split(",")):
+        setting, separator, value = part.partition("=")
+        if not separator:
+            setting, value = "budget", part  # h2o:512
+        value = value.strip()
+        fields[setting.strip()] = int(value) if value.isascii() and value.isdecimal() and len(value) < 12 else value
+    return fields
