@@ -101,7 +101,18 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "books": ("ages", "block_map", "computing", "lease", "lineage", "observe", "view", *LEAVES),
     "compaction": ("books", "lease", *LEAVES),
     "cache": ("books", "compaction", "computing", "directives", "lease", "lineage", *LEAVES),
-    "tiered": ("cache", "compaction", "computing", "lease", "observe", "hierarchy", "restore", "transfer", *LEAVES, *TIER_PROTOCOL),
+    "tiered": (
+        "cache",
+        "compaction",
+        "computing",
+        "lease",
+        "observe",
+        "hierarchy",
+        "restore",
+        "transfer",
+        *LEAVES,
+        *TIER_PROTOCOL,
+    ),
 }
 USES_TORCH = {"pool", "staging"}
 

@@ -138,7 +138,7 @@ KvPolicy = Annotated[
         "--kv-policy",
         metavar="POLICY",
         callback=_check_kv_policy,
-        help="What requests that do not say it drop of their KV: h2o:512, streaming:window=1024, ... [default: nothing]",
+        help="What requests that do not say it drop of their KV: h2o:512, streaming:1024, ... [default: nothing]",
         rich_help_panel=_MEMORY,
     ),
 ]

@@ -102,6 +102,11 @@ class Sample:
         count = min(self.num_uncomputed, budget)
         return count if self.sparse is None else min(count, self.sparse.limit(self.running_lease.num_computed_tokens))
 
+    def make_room(self) -> None:
+        """Compress its KV, if that is due; raises OutOfBlocks. The sample must be running."""
+        if self.sparse is not None:
+            self.sparse.make_room(self.running_lease)
+
     @property
     def is_ready(self) -> bool:
         """Whether a beam waits for the others."""

@@ -21,7 +21,6 @@ from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
-from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import MissReason
 
@@ -50,7 +49,9 @@ def _tier_use(sample: Sample) -> TierUse:
     if sample.sparse is None or sample.sparse.hit_limit >= len(sample.tokens):
         return use
     most = max(0, sample.sparse.hit_limit - sample.running_lease.num_computed_tokens)
-    return replace(use, max_restored_tokens=most if use.max_restored_tokens is None else min(most, use.max_restored_tokens))
+    return replace(
+        use, max_restored_tokens=most if use.max_restored_tokens is None else min(most, use.max_restored_tokens)
+    )
 
 
 class Scheduler:
@@ -139,8 +140,7 @@ class Scheduler:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""
         while True:
             try:
-                if sample.sparse is not None:
-                    sample.sparse.make_room(sample.running_lease)
+                sample.make_room()
                 self._cache.reserve(sample.running_lease, count)
             except OutOfBlocks:
                 victim = self._victim(sample)
@@ -212,6 +212,7 @@ class Scheduler:
         sample.lease = self._cache.acquire(tokens, scope, hit)
         count = sample.num_next(budget)
         try:
+            sample.make_room()
             self._cache.reserve(sample.lease, count)
         except OutOfBlocks:
             self._release(sample)

@@ -1,7 +1,7 @@
 """SparseHook: the LayerHook of a step that has sparse requests in it.
 
-    row of the batch   0: dense     1: h2o                      2: pyramid
-    a layer's batch    as planned   as planned; its mass seen   another length and other slots in this layer
+row of the batch   0: dense     1: h2o                      2: pyramid
+a layer's batch    as planned   as planned; its mass seen   another length and other slots in this layer
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Lease:
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
         num_committed_blocks: leading blocks that are in the tree.
         directives: the priorities of what it commits.
-        is_detached: its blocks were purged from the tree, or would have been, or it was compacted: it computes for itself
-            alone.
+        is_detached: its blocks were purged from the tree, or would have been, or it was compacted; it computes for
+            itself alone.
         tier_use: what it allows of lower tiers.
         restore_report: what they were asked and gave, once that is over; None if they were not asked.
         owns_tail: it appends in place to a partial block of the tree, and nobody else may.

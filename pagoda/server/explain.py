@@ -66,7 +66,7 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer, *, for_admin:
 
 
 def about_cache(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `pagoda` object of an answer to one prompt: its leases, what its kv_policy did, and why it missed if asked."""
+    """The `pagoda` object of an answer to one prompt: its leases, what kv_policy did, and why it missed if asked."""
     about: dict[str, Any] = {"leases": lease_report(output.leases)} if output.leases else {}
     if output.explanation is not None:
         about["explain"] = explain_report(output.explanation, tokenizer)

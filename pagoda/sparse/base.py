@@ -11,9 +11,9 @@ sequence, which lives as long as the request does and which the engine asks arou
                 after_attention      per layer: what attention they paid
     scheduler   forget(lease)        preempted: it starts again from nothing
 
-The memory is two things. `KVCache.compact` gives a lease private blocks, fewer than before, and `SparseMemory` (store.py)
-moves entries between blocks. Keys are kept as they were rotated, so their order in the cache does not matter: after
-compaction one slot may hold different tokens in different layers and heads.
+The memory is two things. `KVCache.compact` gives a lease private blocks, fewer than before, and `SparseMemory`
+(store.py) moves entries between blocks. Keys are kept as they were rotated, so their order in the cache does not
+matter: after compaction one slot may hold different tokens in different layers and heads.
 
     tokens          0  1  2  3  4  5  6  7  8  9           position = what the rotation said
     layer 0 head 0  0           4        7  8  9           entries: what is still there, in the order of slots

@@ -46,6 +46,8 @@ class Dropping:
     name: ClassVar[str]
     bounds_prefill: ClassVar[bool] = True
     compresses_output: ClassVar[bool] = True
+    packs_positions: ClassVar[bool] = False
+    """Whether rotary positions are those in the cache: entries stand close together, whatever was between them."""
     budget: Budget = "fit"
     interval: int | None = None
 
@@ -104,7 +106,7 @@ class Dropping:
 
     @property
     def num_packed(self) -> int:
-        """Leading entries that are turned to the positions right before the others; 0: positions stay."""
+        """With packed positions: the leading entries that are turned to stand right before the others."""
         return 0
 
     def layer_budget(self, index: int, num_layers: int) -> int:
@@ -143,7 +145,7 @@ class Dropping:
         if not self.compresses_output:
             grown = self.largest_layer + num_total - num_prompt
         entries = max(num_prompt, grown) if exact else grown
-        return Demand(entries, min(self.largest_layer, entries), entries if self.num_packed else num_total)
+        return Demand(entries, min(self.largest_layer, entries), entries if self.packs_positions else num_total)
 
     def open(
         self, num_prompt: int, num_total: int, cache: KVCache, memory: SparseMemory, *, exact: bool

@@ -22,16 +22,16 @@ from pagoda.sparse.dropping import Dropping
 
 @dataclass(frozen=True, slots=True)
 class H2O(Dropping):
-    """The first `sinks` tokens, the last `recent` (None: half of the budget), and of the others those with most mass."""
+    """The first `sinks` tokens, the last `recent` (None: half of the budget), and of the others those of most mass."""
 
     name: ClassVar[str] = "h2o"
     recent: int | None = None
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        self.check(0 <= self.sinks, "sinks", "must be 0 or more")
+        self.check(self.sinks >= 0, "sinks", "must be 0 or more")
         if self.recent is not None:
-            self.check(0 <= self.recent, "recent", "must be 0 or more")
+            self.check(self.recent >= 0, "recent", "must be 0 or more")
         Dropping.__post_init__(self)
 
     @property

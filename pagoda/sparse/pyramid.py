@@ -25,7 +25,7 @@ class Pyramid(SnapKV):
     steepness: int = 20
 
     def __post_init__(self) -> None:
-        self.check(2 <= self.steepness, "steepness", "must be at least 2")
+        self.check(self.steepness >= 2, "steepness", "must be at least 2")
         SnapKV.__post_init__(self)
 
     @property

@@ -26,6 +26,8 @@ class Choice(Protocol):
     @property
     def num_between(self) -> int: ...  # noqa: D102
     @property
+    def packs_positions(self) -> bool: ...  # noqa: D102
+    @property
     def num_packed(self) -> int: ...  # noqa: D102
     @property
     def compresses_output(self) -> bool: ...  # noqa: D102
@@ -51,11 +53,9 @@ class DroppingSequence:
         self._memory = memory
         self._exact = exact
         self._observed = policy.observed(num_prompt)
-        first_seen = self._observed.start if self._observed else 0
-        if not exact:  # a longer hit would be dropped before anything was seen of it
-            self.hit_limit = policy.num_tokens
-        else:
-            self.hit_limit = first_seen or sys.maxsize
+        # What follows the prompt is computed from what is kept of it; and where memory is bounded, what is hit beyond
+        # the budget would be dropped before anything was seen of it.
+        self.hit_limit = min(num_prompt, self._observed.start or num_prompt) if exact else policy.num_tokens
         self._layers = memory.full_layers
         self._at = 0  # tokens computed when it was compressed last
         self._positions: dict[int, torch.Tensor] = {}  # of what was kept then, int64 [num_kv_heads, kept]
@@ -150,12 +150,12 @@ class DroppingSequence:
                 self._memory.move(layer, old, new, keep[layer])
 
         before = lease.num_blocks
-        if not self._positions and self._policy.num_packed:
+        if not self._positions and self._policy.packs_positions:
             self._remember_sinks(lease)
         self._cache.compact(lease, counts, move)
         self._mass = {layer: mass.gather(1, keep[layer]) for layer, mass in self._padded_mass(num_computed).items()}
         self._positions, self._at = positions, num_computed
-        if self._policy.num_packed:
+        if self._policy.packs_positions:
             self._pack(lease)
         self._note(lease, before)
 

@@ -30,7 +30,7 @@ class SnapKV(Dropping):
 
     def __post_init__(self) -> None:
         self.check(self.interval is None, "interval", "has no meaning: only the prompt is compressed")
-        self.check(1 <= self.window, "window", "must be at least 1")
+        self.check(self.window >= 1, "window", "must be at least 1")
         self.check(1 <= self.kernel <= 255 and self.kernel % 2 == 1, "kernel", "must be odd, up to 255")
         Dropping.__post_init__(self)
 

@@ -22,6 +22,7 @@ from pagoda.sparse.dropping import Dropping
 
 _SINKS = 4
 
+
 @dataclass(frozen=True, slots=True)
 class Streaming(Dropping):
     """`sinks` first tokens, and the last `budget - sinks`.
@@ -30,10 +31,11 @@ class Streaming(Dropping):
     """
 
     name: ClassVar[str] = "streaming"
+    packs_positions: ClassVar[bool] = True
     sinks: int = _SINKS
 
     def __post_init__(self) -> None:
-        self.check(0 <= self.sinks, "sinks", "must be 0 or more")
+        self.check(self.sinks >= 0, "sinks", "must be 0 or more")
         Dropping.__post_init__(self)
 
     @classmethod

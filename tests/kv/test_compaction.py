@@ -123,8 +123,8 @@ def test_groups_with_a_window_keep_their_entries_in_blocks_of_their_own() -> Non
     assert all(cache._allocator.ref_count(int(b)) == 1 for table in lease.tables for b in table.held)
     for stop in range(42, 70):
         compute(cache, pool, lease, sequence, stop)
-        window = pool.read(lease, 1, stop - 9, stop)
-        assert window.tolist() == sequence[stop - 9 : stop].tolist()
+        window = pool.read(lease, 1, stop - 8, stop)  # what the next token reads
+        assert window.tolist() == sequence[stop - 8 : stop].tolist()
     assert content(cache, pool, lease) == sequence[[1, 5, 40, *range(41, 69)]].tolist()
     assert lease.tables[1].held.size <= 4
     assert content(cache, pool, other) == sequence[:40].tolist()

@@ -1,7 +1,7 @@
 """The reference of every policy: a dense float32 model, one token at a time, that is told what each head may see.
 
-It keeps the unrotated keys of all tokens, and masks. Which tokens a policy keeps is worked out here once more, on sets of
-tokens, from the masked model's own attention.
+It keeps the unrotated keys of all tokens, and masks. Which tokens a policy keeps is worked out here once more, on sets
+of tokens, from the masked model's own attention.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Masked:
         self.head_dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        self.keys: list[list[torch.Tensor]] = [[] for _ in range(self.num_layers)]
-        self.values: list[list[torch.Tensor]] = [[] for _ in range(self.num_layers)]
+        self.num_tokens = 0
+        shape = self.num_layers, 1024, self.num_kv_heads, self.head_dim
+        self.keys, self.values = torch.empty(shape), torch.empty(shape)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = positions[:, None, None].double() * self.model.rotary_emb.inv_freq.double()
@@ -42,18 +43,19 @@ class Masked:
     def step(self, token: int, kept: Kept, *, packed: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One more token, which sees what is kept and itself.
 
-        Returns logits `[vocab]`, and per layer the attention of each KV head's queries summed, `[num_kv_heads, tokens]`.
+        Returns logits `[vocab]`, and per layer the attention of each KV head's queries `[num_kv_heads, tokens]`, summed.
         """
         hidden = self.model.embed_tokens(torch.tensor([token]))
-        now = len(self.keys[0])
+        now = self.num_tokens
+        self.num_tokens += 1
         mass = []
         for index, layer in enumerate(self.model.layers):
             normed = layer.input_layernorm(hidden)
             attention = layer.self_attn
             q = attention.q_proj(normed).view(self.num_kv_heads, self.group, self.head_dim)
-            self.keys[index].append(attention.k_proj(normed).view(self.num_kv_heads, self.head_dim))
-            self.values[index].append(attention.v_proj(normed).view(self.num_kv_heads, self.head_dim))
-            keys, values = torch.stack(self.keys[index]), torch.stack(self.values[index])
+            keys, values = self.keys[index], self.values[index]
+            keys[now] = attention.k_proj(normed).view(self.num_kv_heads, self.head_dim)
+            values[now] = attention.v_proj(normed).view(self.num_kv_heads, self.head_dim)
             out = torch.empty_like(q)
             total = torch.zeros(self.num_kv_heads, now + 1)
             for head in range(self.num_kv_heads):
@@ -95,8 +97,10 @@ class Outcome:
     num_compactions: int = 0
 
 
-def generate(model: transformers.PreTrainedModel, prompt: list[int], count: int, rule: Rule, seen_from: int = 0) -> Outcome:
-    """Greedy output under a rule. `seen_from`: attention of the tokens before it was not seen, as after a prefix hit."""
+def generate(
+    model: transformers.PreTrainedModel, prompt: list[int], count: int, rule: Rule, seen_from: int = 0
+) -> Outcome:
+    """Greedy output under a rule. `seen_from`: the attention of tokens before it was not seen, as after a hit."""
     masked = Masked(model)
     heads = range(masked.num_kv_heads)
     kept: Kept = [[[] for _ in heads] for _ in range(masked.num_layers)]

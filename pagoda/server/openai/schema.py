@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.kv_policy import parse_kv_policy
+from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
