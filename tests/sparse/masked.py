@@ -43,7 +43,7 @@ class Masked:
     def step(self, token: int, kept: Kept, *, packed: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One more token, which sees what is kept and itself.
 
-        Returns logits `[vocab]`, and per layer the attention of each KV head's queries `[num_kv_heads, tokens]`, summed.
+        Returns logits `[vocab]`, and per layer the attention of each KV head's queries, `[num_kv_heads, tokens]`.
         """
         hidden = self.model.embed_tokens(torch.tensor([token]))
         now = self.num_tokens
