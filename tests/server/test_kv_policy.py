@@ -77,7 +77,7 @@ async def test_what_it_did_comes_back(folder: Path) -> None:
             full = (await live.http.post(f"/v1/{path}", json=body)).json()
             assert "kv_policy" not in full.get("pagoda", {})
         metrics = (await live.http.get("/metrics")).text
-        assert float(metrics.split("pagoda_sparse_returned_blocks_total ")[1].split()[0]) > 0
+        assert float(metrics.split("\npagoda_sparse_returned_blocks_total ")[1].split()[0]) > 0
         both = {**bodies["completions"], "prompt": [said, said[1:]], "kv_policy": policy}
         answer = (await live.http.post("/v1/completions", json=both)).json()
         assert [each["policy"] for each in answer["pagoda"]["kv_policy"]] == ["streaming"] * 2
