@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.errors import ContextTooLong, InvalidRequest
+from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.sizes import parse_size
 from pagoda.sparse.base import Demand, SparsePolicy, SparseSequence
@@ -22,12 +22,21 @@ class Sparsity:
         cache, memory: the engine's.
         step_tokens: most tokens computed in one step.
         default: the policy of requests that name none; None: full KV.
+
+    Raises:
+        ConfigError: the default is not for this model and its memory.
     """
 
     cache: KVCache
     memory: SparseMemory
     step_tokens: int
     default: SparsePolicy | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.policy_for(self.default, forks=False)
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from None
 
     def policy_for(self, wish: KVPolicy | None, *, forks: bool) -> SparsePolicy | None:
         """The policy of a request, its budget in tokens; None: full KV.
@@ -36,7 +45,7 @@ class Sparsity:
             forks: the request has several samples or beams. They share blocks, so the default is not for them.
 
         Raises:
-            InvalidRequest: the model has no layer that sees everything, the budget is too small, or the request forks.
+            InvalidRequest: the KV is quantized, no layer sees everything, the budget is too small, or it forks.
         """
         if isinstance(wish, Full) or (wish is None and (forks or self.default is None)):
             return None
@@ -44,6 +53,8 @@ class Sparsity:
         assert policy is not None, "one of the two is there"
         if forks:
             raise InvalidRequest("a request with a kv_policy has one sample: n and best_of 1, no beams", param="n")
+        if any(view.is_quantized for view in self.memory.views):
+            raise InvalidRequest("kv_policy does not go with a quantized kv_format", param="kv_policy")
         if not self.memory.full_layers:
             message = "every layer of this model has a sliding window: its KV is bounded without a kv_policy"
             raise InvalidRequest(message, param="kv_policy")
