@@ -289,10 +289,12 @@ def test_the_speed_of_computing_is_learned_from_steps(make: Make) -> None:
     now = [0.0]
     engine.scheduler._clock = lambda: now[0]
     before = engine.scheduler.s_per_token
-    for seconds, tokens in ((1.0, 100), (1.0, 3)):
-        engine.scheduler.orders({"gone": tokens}, lambda name: [])
+    for seconds, tokens in ((1.0, 100), (5.0, 0), (1.0, 3)):
+        orders = engine.scheduler.orders({"gone": tokens} if tokens else {}, lambda name: [])
         now[0] += seconds
-        engine.scheduler.update(None)
+        engine.workers[0].begin(orders)
+        engine.workers[0].finish()
+        engine.scheduler.update(engine.workers[0].take_replies())
     assert engine.scheduler.s_per_token == pytest.approx(before + 0.2 * (0.01 - before))
 
 

@@ -50,12 +50,14 @@ class Keep:
 
 @dataclass(slots=True)
 class Orders:
-    """What the scheduler wants of the workers with one step. `num_tokens` is what that step computes.
+    """What the scheduler wants of the workers with one step.
 
-    `ended` are requests whose asks and loads are of no use any more; they come before the asks.
+    `num_tokens` is what the step computes, `started` when it was scheduled, by the scheduler's clock. `ended` are
+    requests whose asks and loads are of no use any more; they come before the asks.
     """
 
     num_tokens: int = 0
+    started: float = 0.0
     ended: list[str] = field(default_factory=list)
     asks: list[Ask] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -93,17 +95,23 @@ Told = dict[str, tuple[int, Answer]]
 
 @dataclass(slots=True)
 class Replies:
-    """What became of orders. `answers` are to Asks; `loaded` to Loads, whose sources are the blocks now in place."""
+    """What became of orders. `answers` are to Asks; `loaded` to Loads, whose sources are the blocks now in place.
+
+    `step` is the last step that computed anything, as it was ordered: when it started, and how many tokens. vLLM does
+    not bring every step's output here.
+    """
 
     answers: Told = field(default_factory=dict)
     loaded: Told = field(default_factory=dict)
+    step: tuple[float, int] | None = None
 
     def aggregate(self, other: Replies) -> Replies:
         """The replies of several workers as one; vLLM calls this."""
-        return Replies(together(self.answers, other.answers), together(self.loaded, other.loaded))
+        step = self.step or other.step
+        return Replies(together(self.answers, other.answers), together(self.loaded, other.loaded), step)
 
     def __bool__(self) -> bool:
-        return bool(self.answers or self.loaded)
+        return bool(self.answers or self.loaded or self.step)
 
 
 def together(some: Told, others: Told) -> Told:

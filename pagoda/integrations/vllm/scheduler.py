@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +103,7 @@ class SchedulerSide:
         self._orders = Orders()
         self._answers: Told = {}
         self._loaded: Told = {}
-        self._steps: deque[tuple[float, int]] = deque()
+        self._updated = 0.0
         self._written: OrderedDict[BlockKey, None] = OrderedDict()
 
     # -- a prompt arrives --------------------------------------------------------------------------------------------
@@ -182,12 +182,11 @@ class SchedulerSide:
     def orders(self, num_scheduled: Mapping[str, int], block_ids_of: BlockIdsOf) -> Orders:
         """What the workers have to do with a step that computes so many tokens of these requests."""
         orders, self._orders = self._orders, Orders()
-        orders.num_tokens = sum(num_scheduled.values())
+        orders.num_tokens, orders.started = sum(num_scheduled.values()), self._clock()
         for name, num_tokens in num_scheduled.items():
             tracked = self._requests.get(name)
             if tracked is not None and tracked.keys is not None and tracked.params.use.store:
                 self._save(orders, tracked, tracked.keys, num_tokens, block_ids_of)
-        self._steps.append((self._clock(), orders.num_tokens))
         return orders
 
     def _save(
@@ -211,12 +210,13 @@ class SchedulerSide:
 
     def update(self, replies: Replies | None) -> None:
         """A step is done, and the workers told this."""
-        if self._steps:
-            started, num_tokens = self._steps.popleft()
-            if num_tokens >= _LEAST_TOKENS:
-                self.s_per_token += 0.2 * ((self._clock() - started) / num_tokens - self.s_per_token)
         if replies is None:
             return
+        if replies.step is not None:
+            now, (started, num_tokens) = self._clock(), replies.step
+            if num_tokens >= _LEAST_TOKENS:  # it began when it was scheduled, or when the one before it was done
+                self.s_per_token += 0.2 * ((now - max(started, self._updated)) / num_tokens - self.s_per_token)
+            self._updated = now
         for tracked, answer in self._complete(self._answers, replies.answers):
             if tracked.asked is not None:
                 tracked.answer = answer

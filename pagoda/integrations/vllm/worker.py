@@ -24,7 +24,7 @@ from pagoda.kv.tiers.records import RecordId, aligned_empty
 logger = logging.getLogger("vllm.pagoda")
 
 _IDLE_S = 0.002  # how long a step that computes nothing waits for tiers, instead of asking vLLM for the next at once
-_FLUSH_S = 3.0  # vLLM kills a worker that takes longer than five seconds to end
+_FLUSH_S = 2.0  # vLLM kills a worker that takes longer than five seconds to end
 
 
 class WorkerSide:
@@ -104,7 +104,9 @@ class WorkerSide:
             return set()
         recalls = self._parts.recalls
         recalls.poll()
-        if not self._orders.num_tokens and not recalls.replies:
+        if self._orders.num_tokens:
+            recalls.replies.step = self._orders.started, self._orders.num_tokens
+        elif not recalls.replies:
             recalls.wait(_IDLE_S)
             recalls.poll()
         finished, recalls.finished = recalls.finished, set()
@@ -134,6 +136,7 @@ class WorkerSide:
             self._parts.recalls.close()
             self._parts.hierarchy.close(_FLUSH_S)
             self._ready = None
+            logger.info("Pagoda closed its tiers")
 
 
 class _Ready:
