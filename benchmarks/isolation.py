@@ -31,7 +31,8 @@ from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.server.app import create_app
 from pagoda.server.auth import ApiKeys
-from pagoda.server.run import DrainingServer, bind
+from pagoda.server.run import DrainingServer
+from pagoda.server.sockets import bind
 
 Floats = npt.NDArray[np.float64]
 BAND = 0.05

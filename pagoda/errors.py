@@ -9,13 +9,15 @@
     │   └── RequestAborted     the client left, or the engine is shutting down
     ├── MemoryPressure         not now: the same call may succeed later
     │   ├── OutOfBlocks        the pool cannot supply the blocks asked for
-    │   └── LeaseRefused       a promise to keep a prefix cannot be given; the message says why
+    │   ├── LeaseRefused       a promise to keep a prefix cannot be given; the message says why
+    │   └── NoReplica          no replica of the cluster takes requests
     ├── ModelError
     │   ├── UnsupportedModel   an architecture or a variant that no decoder here knows
     │   └── WeightsError       a weights file is missing, truncated or of the wrong shape
     ├── TierError              a memory tier failed; callers treat it as a miss
     │   ├── TierUnavailable    it is down, hung or its circuit breaker is open
     │   └── CorruptRecord      bytes that do not verify; never served
+    ├── WireError              bytes from another process that are no message of ours
     ├── KernelError            wrong shapes, dtypes or strides for a kernel
     └── InvariantError         Pagoda's own bookkeeping is broken: a bug, always
 
@@ -77,6 +79,10 @@ class LeaseRefused(MemoryPressure):
     """A prefix cannot be promised to stay; the message says why."""
 
 
+class NoReplica(MemoryPressure):
+    """No replica of the cluster takes requests now."""
+
+
 class ModelError(PagodaError):
     """A model cannot be loaded or run."""
 
@@ -99,6 +105,10 @@ class TierUnavailable(TierError):
 
 class CorruptRecord(TierError):
     """Stored bytes that do not verify; they are dropped, never served."""
+
+
+class WireError(PagodaError, ValueError):
+    """Bytes from another process that are no message of ours; nothing of them was used."""
 
 
 class KernelError(PagodaError, ValueError):

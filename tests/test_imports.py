@@ -1,7 +1,7 @@
 """Who may import whom: the drawing of DESIGN section 3, enforced on the source of every module.
 
                  cli, pagoda/__init__ ──> anything
-    cluster ──> engine, kv.observe           integrations ──> kv
+    cluster ──> server, engine, kv.events    integrations ──> kv
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (types), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
@@ -41,7 +41,19 @@ LEAVES = (
     "retention",
     "tenants",
 )
-METADATA = ("formats", "ages", "block_map", "books", "cache", "compaction", "lease", "observe", "view", *LEAVES)
+METADATA = (
+    "formats",
+    "ages",
+    "block_map",
+    "books",
+    "cache",
+    "compaction",
+    "events",
+    "lease",
+    "observe",
+    "view",
+    *LEAVES,
+)
 
 # What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
 # only B from a.
@@ -57,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("kernels",),
     "engine": ("model", "kernels:KVView", "kernels:Staging", "kernels:AttentionOutput", "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
-    "cluster": ("engine", "kv.observe"),
+    "cluster": ("server", "engine", "kv.events"),
     "plan": ("cluster.routing", *(f"kv.{part}" for part in ("sizes", *METADATA))),
     "integrations": ("kv",),
 }
@@ -98,7 +110,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "view": LEAVES,
     "ages": ("allocator",),
     "block_map": ("allocator", "retention"),
-    "books": ("ages", "block_map", "computing", "lease", "lineage", "observe", "view", *LEAVES),
+    "events": ("allocator", "keys", "lineage", "radix_node"),
+    "books": ("ages", "block_map", "computing", "events", "lease", "lineage", "observe", "view", *LEAVES),
     "compaction": ("books", "lease", *LEAVES),
     "cache": ("books", "compaction", "computing", "directives", "lease", "lineage", *LEAVES),
     "tiered": (
@@ -271,4 +284,10 @@ def test_what_runs_inside_vllm_needs_no_engine() -> None:
 def test_plan_needs_no_torch() -> None:
     plan = [module for module in MODULES if inside(module, "pagoda.plan") is not None]
     code = f"import sys, {', '.join(plan or ['pagoda'])}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_router_needs_no_torch() -> None:
+    modules = "pagoda.cluster.router, pagoda.cluster.local, pagoda.cli.route"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

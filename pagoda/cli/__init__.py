@@ -18,6 +18,7 @@ from pagoda.cli.generate import generate
 from pagoda.cli.kv import app as kv
 from pagoda.cli.plan import plan
 from pagoda.cli.replay import replay
+from pagoda.cli.route import route
 from pagoda.cli.serve import serve
 from pagoda.cli.tier import app as tier
 from pagoda.cli.top import top
@@ -33,6 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(serve)
+app.command()(route)
 app.command()(chat)
 app.command()(generate)
 app.command()(plan)

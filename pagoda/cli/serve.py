@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -17,6 +16,9 @@ from rich.markup import escape
 
 from pagoda.cli import options
 from pagoda.cli.config import Config
+from pagoda.cli.options import LogLevel, is_loopback
+from pagoda.cli.replicas import publish_events, serve_replicas
+from pagoda.cli.route import ClusterToken, Routing, RoutingOption
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pagoda.server.tracing import Tracing
 
 _ACCESS = "Access"
+_CLUSTER = "Cluster"
 
 
 class QueuePolicy(StrEnum):
@@ -33,15 +36,6 @@ class QueuePolicy(StrEnum):
     FCFS = "fcfs"
     PRIORITY = "priority"
     LPM = "lpm"
-
-
-class LogLevel(StrEnum):
-    """What the server logs."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def serve(
@@ -141,21 +135,51 @@ def serve(
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=FOLDER; clients ask for model NAME; repeatable."),
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, help="Engines in processes of their own, behind one address.", rich_help_panel=_CLUSTER),
+    ] = 1,
+    routing: RoutingOption = Routing.PREFIX_AWARE,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Publish block events (ZeroMQ): tcp://127.0.0.1:5557; port * takes a free one.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str,
+        typer.Option(metavar="ENDPOINT", help="Where missed block events are asked for.", rich_help_panel=_CLUSTER),
+    ] = "tcp://127.0.0.1:*",
+    kv_events_tokens: Annotated[
+        bool,
+        typer.Option("--kv-events-tokens", help="Tell token ids in block events.", rich_help_panel=_CLUSTER),
+    ] = False,
+    cluster_token: ClusterToken = None,
     config: Config = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
+    from pagoda.cluster.local import ReplicaOf
     from pagoda.server.access_log import AccessLog
     from pagoda.server.ledger import Ledger
     from pagoda.server.named_caches import NamedCaches
     from pagoda.server.prices import Prices
-    from pagoda.server.run import bind
+    from pagoda.server.sockets import bind
 
+    replica = ReplicaOf.from_environment()
+    if replica is not None:
+        replica.die_with_parent()
+        access_log, usage_file = replica.own(access_log), replica.own(usage_file)
+        tier = [spec.replace("{replica}", str(replica.number)) for spec in tier or ()]
+    elif replicas > 1:
+        return serve_replicas(replicas, host, port, routing, str(log_level))
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
     ledger = Ledger(usage_file)
     log = None if access_log is None else AccessLog(access_log, model, secret)
     tracing = None if otlp_endpoint is None else _tracing(otlp_endpoint, model)
-    with bind(host, port) as sock:
+    with bind(host, port) if replica is None else replica.listen() as sock:
         engine = options.load_engine(
             model,
             kv_memory=kv_memory,
@@ -177,7 +201,13 @@ def serve(
             tier_key=tier_key,
             tier_after_hits=tier_after_hits,
             audit=audit,
+            num_engines=1 if replica is None else replica.count,
         )
+        events = None
+        if kv_events is not None:
+            events = publish_events(
+                engine, kv_events, kv_events_replay, secret, cluster_token, with_tokens=kv_events_tokens
+            )
 
         names = tuple(served_model_name or (engine.model_name,))
         _load_adapters(engine, adapter or (), names)
@@ -185,9 +215,13 @@ def serve(
         from pagoda.server.app import create_app
         from pagoda.server.run import DrainingServer
 
-        _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
+        if replica is None:
+            _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
+        serving = options.as_async(engine)
+        if events is not None:
+            events.tell_all = serving.tell_all_blocks
         app = create_app(
-            options.as_async(engine),
+            serving,
             api_keys=keys,
             admin_key=admin_key,
             served_model_names=names,
@@ -197,12 +231,16 @@ def serve(
             prefill_next_turn=prefill_next_turn,
             access_log=log,
             tracing=tracing,
+            kv_events=None if events is None else events.ports,
+            cluster_token=cluster_token,
         )
         server = DrainingServer(app, log_level=str(log_level))
         # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         server.run(sockets=[sock])
+        if events is not None:
+            events.close()
     if server.force_exit:
         # A second Ctrl-C: the engine's thread may be in the middle of a long step, which nothing can interrupt.
         os._exit(130)
@@ -249,7 +287,7 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for label, text in lines.items():
         console.print(f"[bold]{label:<10}[/]{escape(text)}")
-    if keys is None and not _is_loopback(host):
+    if keys is None and not is_loopback(host):
         console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
     messages = [{"role": "user", "content": "What is a pagoda?"}]
     body = json.dumps({"model": name, "messages": messages, "temperature": 0.2, "max_tokens": 64})
@@ -258,10 +296,3 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
     console.print(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'", markup=False
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -65,6 +65,10 @@ class PrefixIndex:
         """A replica lost everything. O(blocks)."""
         self.remove(replica, list(self._holders))
 
+    def count(self, replica: int) -> int:
+        """How many blocks a replica has. O(blocks)."""
+        return sum(holders >> replica & 1 for holders in self._holders.values())
+
     def depths(self, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """For each replica, how many leading blocks it has; fewer where more than MAX_LEVELS depths differ."""
         depths = np.zeros(self.num_replicas, dtype=np.int64)
@@ -103,6 +107,9 @@ class PrefixIndex:
 class RoutingPolicy(Protocol):
     """Chooses a replica. `load` has, for each, the tokens that it has still to compute; infinity takes no requests."""
 
+    def place(self, known: npt.NDArray[np.int64], num_tokens: int, load: npt.NDArray[np.float64]) -> int:
+        """The replica for a prompt of `num_tokens`, of which each replica has as many as `known` says."""
+
     def choose(self, blocks: Sequence[int], block_tokens: int, num_tokens: int, load: npt.NDArray[np.float64]) -> int:
         """The replica for a prompt of `num_tokens`, in blocks of `block_tokens`."""
 
@@ -120,6 +127,10 @@ class LeastLoad:
         self._next = 0
 
     def choose(self, blocks: Sequence[int], block_tokens: int, num_tokens: int, load: npt.NDArray[np.float64]) -> int:
+        """The least loaded."""
+        return self.place(np.zeros(load.size, dtype=np.int64), num_tokens, load)
+
+    def place(self, known: npt.NDArray[np.int64], num_tokens: int, load: npt.NDArray[np.float64]) -> int:
         """The least loaded."""
         return self._take(load)
 
@@ -140,7 +151,7 @@ class LeastLoad:
 class RoundRobin(LeastLoad):
     """Each replica in turn."""
 
-    def choose(self, blocks: Sequence[int], block_tokens: int, num_tokens: int, load: npt.NDArray[np.float64]) -> int:
+    def place(self, known: npt.NDArray[np.int64], num_tokens: int, load: npt.NDArray[np.float64]) -> int:
         """The next that takes requests."""
         return self._take(np.where(np.isinf(load), np.inf, 0.0))
 
@@ -154,8 +165,11 @@ class PrefixAware(LeastLoad):
 
     def choose(self, blocks: Sequence[int], block_tokens: int, num_tokens: int, load: npt.NDArray[np.float64]) -> int:
         """The cheapest."""
-        known = np.minimum(self.index.depths(blocks) * block_tokens, num_tokens)
-        return self._take(load + (num_tokens - known))
+        return self.place(self.index.depths(blocks) * block_tokens, num_tokens, load)
+
+    def place(self, known: npt.NDArray[np.int64], num_tokens: int, load: npt.NDArray[np.float64]) -> int:
+        """The cheapest."""
+        return self._take(load + (num_tokens - np.minimum(known, num_tokens)))
 
     def on_computed(self, replica: int, blocks: Sequence[int]) -> None:
         """Note it in the index."""

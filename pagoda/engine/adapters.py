@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pagoda.engine.runner import ModelRunner
 from pagoda.errors import ConfigError, ModelNotFound
+from pagoda.kv.keys import Scope
+from pagoda.kv.radix_node import TokenArray
 from pagoda.model.lora import Adapter, load_adapter
+
+
+def adapted(scope: Scope, adapter: Adapter, tokens: TokenArray) -> Scope:
+    """The scope of a prompt that an adapter answers; raises InvalidRequest if it lacks what activates the adapter."""
+    return replace(scope, adapter=adapter.identity, adapter_from=adapter.first_token(tokens))
 
 
 class Adapters:

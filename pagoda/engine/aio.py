@@ -139,6 +139,16 @@ class AsyncEngine:
         self._inbox.put(run)
         return cast(T, await result)
 
+    def block_names(self, prompt: Sequence[int], scope: Scope, adapter: str | None = None) -> Sequence[int] | None:
+        """What block events call a prompt's whole blocks: see `Engine.block_names`. Any thread may ask."""
+        return self._engine.block_names(prompt, scope, adapter)
+
+    def tell_all_blocks(self) -> None:
+        """Tell of all cached blocks anew, between two steps, for readers that missed some. Any thread may ask."""
+        events = self._core.cache.events
+        if events is not None:
+            self._inbox.put(events.tell_all)
+
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell `observer` of every step and request from now on, on the engine's thread."""
         self._core.observers.append(observer)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
 from pagoda.engine.beam import BeamState
 from pagoda.engine.choosing import Chooser, News
@@ -162,7 +163,7 @@ class EngineCore:
         chosen = None
         if adapter is not None:
             chosen = self._adapter(adapter)
-            scope = replace(scope, adapter=chosen.identity, adapter_from=chosen.first_token(tokens))
+            scope = adapted(scope, chosen, tokens)
         request = self._request(request_id, tokens, params, scope, priority)
         request.adapter = chosen
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pagoda.engine.adapters import Adapters
+from pagoda.engine.adapters import Adapters, adapted
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import make_pool, safe_kv_memory
@@ -26,11 +26,13 @@ from pagoda.engine.sparse import Sparsity
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
+from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy, make_policy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
+from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.sizes import parse_size
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tenants import Share
@@ -104,6 +106,7 @@ class Engine:
         tenants: what each tenant gets, by `Scope.namespace`.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         kv_policy: what requests that do not say it drop of their KV, such as `h2o:budget=512`; None: nothing.
+        num_engines: engines that start together on this machine: what is available to one is its part.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -134,6 +137,7 @@ class Engine:
         tenants: Mapping[str, TenantSpec] = MappingProxyType({}),
         tier_key: str | None = None,
         kv_policy: str | Mapping[str, Any] | None = None,
+        num_engines: int = 1,
         progress: bool = True,
     ) -> None:
         default = default_policy(kv_policy)
@@ -152,7 +156,7 @@ class Engine:
         layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype, kv_format, kv_skip_layers)
         per_user = layout.blocks_for(loaded.spec.max_context)
         useful = per_user * max_num_seqs * layout.block_stride
-        num_bytes = safe_kv_memory(useful) if kv_memory is None else parse_size(kv_memory)
+        num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
         cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares)
@@ -181,6 +185,7 @@ class Engine:
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:
             self.core.audit(audit, pool)
+        self._fingerprint = _fingerprint(layout, loaded)
         self._bytes_total = pool.num_bytes
         self._names = itertools.count()
 
@@ -222,7 +227,36 @@ class Engine:
         """
         self._runner.decoder = loaded.decoder
         self.weights_identity = loaded.weights_identity
-        self.core.renew(_fingerprint(self.core.cache.layout, loaded))
+        self._fingerprint = _fingerprint(self.core.cache.layout, loaded)
+        self.core.renew(self._fingerprint)
+
+    def tell_blocks(
+        self, emit: Callable[[Sequence[BlockEvent]], None], secret: str, *, with_tokens: bool = False
+    ) -> None:
+        """Tell of every block that enters or leaves the cache from now on, on whatever thread steps the engine.
+
+        Call it before the first request.
+
+        Args:
+            emit: must not wait.
+            secret: engines with the same model and secret name blocks alike; names tell nothing without it.
+            with_tokens: whether events have token ids.
+        """
+        key = hashlib.sha512(b"pagoda block events\0" + secret.encode()).digest()
+        self.core.cache.tell(KeyChain(self._fingerprint, key), emit, with_tokens=with_tokens)
+
+    def block_names(self, prompt: Sequence[int], scope: Scope, adapter: str | None = None) -> list[int] | None:
+        """What events call a prompt's whole blocks; None if there are none. Any thread may ask.
+
+        Raises:
+            InvalidRequest: the prompt lacks what activates the adapter.
+        """
+        events = self.core.cache.events
+        if events is None:
+            return None
+        tokens = as_tokens(prompt)
+        chosen = None if adapter is None else self.core.adapters.get(adapter)
+        return events.names(tokens, scope if chosen is None else adapted(scope, chosen, tokens))
 
     def close(self) -> None:
         """Write what waits to be written to lower tiers, and let go of them."""

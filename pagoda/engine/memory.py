@@ -33,9 +33,12 @@ def _cgroup_number(name: str) -> int | None:
     return int(text) if text.isdigit() else None  # "max" means no limit
 
 
-def safe_kv_memory(useful: int) -> int:
-    """Half of the available memory, but no more than `useful` bytes: what all users at full context would fill."""
-    return min(useful, int(available_memory() * _SAFE_FRACTION))
+def safe_kv_memory(useful: int, num_engines: int = 1) -> int:
+    """Half of the available memory, but no more than `useful` bytes: what all users at full context would fill.
+
+    Of that half, the part of one engine of `num_engines` that start together.
+    """
+    return min(useful, int(available_memory() * _SAFE_FRACTION / num_engines))
 
 
 def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: torch.device) -> BlockPool:

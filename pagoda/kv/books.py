@@ -26,8 +26,9 @@ from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.block_map import BlockMap, block_map
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.computing import Computing, PendingPrefix
+from pagoda.kv.events import BlockEvent, BlockEvents
 from pagoda.kv.eviction import LRU, EvictionPolicy, policy_name
-from pagoda.kv.keys import Scope
+from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.lineage import Segment
@@ -113,8 +114,16 @@ class Books:
         self.retention = Retention(self, clock)
         self.misses = MissLog(self._tree, pool.num_blocks, self._only_whole)
         self.ages = BlockAges(pool.num_blocks, clock)
+        self.events: BlockEvents | None = None
         self._policy_name = policy_name(policy or LRU())
         self._clock = clock
+
+    def tell(self, keys: KeyChain, emit: Callable[[Sequence[BlockEvent]], None], *, with_tokens: bool = False) -> None:
+        """Tell of every block that enters or leaves the tree: see BlockEvents. Call it before anything is cached."""
+        if self._allocator.num_free != self.num_blocks:
+            raise InvariantError("blocks were cached before events of them were asked for")
+        lineages = self._tree.lineages
+        self.events = BlockEvents(keys, self.block_size, self._anchor, lineages, emit, with_tokens=with_tokens)
 
     # -- counts and lookups ------------------------------------------------------------------------------------------
 
@@ -268,6 +277,8 @@ class Books:
     def _note_evicted(self, ids: BlockIds, why: str) -> None:
         self.tenants.note_evicted(ids)
         self.ages.on_evict(ids)
+        if self.events is not None:
+            self.events.on_gone(ids)
         lapsed_at = self.retention.lapsed_at[ids]
         self.retention.lapsed_at[ids] = 0
         books = why, int(ids.size), self.num_held_blocks, self.retention.num_blocks
@@ -334,6 +345,8 @@ class Books:
         for namespace in {scope.namespace for scope in self._tree.scopes()}:
             self.purge(namespace)
         self.misses.forget()
+        if self.events is not None:
+            self.events.renew(fingerprint)
 
     def _purge_subtree(self, node: Node, at: int) -> int:
         count = self._forget(self._tree.cut(node, at))
@@ -348,6 +361,8 @@ class Books:
     def _forget(self, ids: BlockIds) -> int:
         """Let go of blocks that were cut out of the tree."""
         self._on_purge(ids)
+        if self.events is not None:
+            self.events.on_gone(ids)
         gone = np.zeros(self.num_blocks, dtype=np.bool_)
         gone[ids] = True
         for lease in self._leases:

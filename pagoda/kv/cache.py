@@ -242,6 +242,8 @@ class KVCache(Compactor):
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
         self.misses.on_commit(segment.scope, after, new, mine)
+        if self.events is not None:
+            self.events.on_commit(segment.scope, after, new, mine, entered)
         self._on_commit(lease, segment.scope, after, new, mine, entered)
 
     def _disown_tail(self, lease: Lease, block_id: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ from pagoda.server.next_turn import Prefiller
 from pagoda.server.openai import Served, openai_router
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
+from pagoda.server.token import TokenGuard
+from pagoda.server.tokenize import tokenize_router
 from pagoda.server.usage import usage_router
 from pagoda.server.weights import weights_router
 
@@ -80,6 +82,8 @@ def create_app(
     ledger: Ledger | None = None,
     caches: NamedCaches | None = None,
     prefill_next_turn: bool = False,
+    kv_events: Mapping[str, int] | None = None,
+    cluster_token: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
 ) -> FastAPI:
@@ -93,6 +97,8 @@ def create_app(
         ledger: where the tokens behind it are counted.
         caches: the named caches, and those of an earlier run, which are leased again in the background.
         prefill_next_turn: compute what a chat's next prompt will begin with as soon as the answer is there.
+        kv_events: the ports where block events are, for /health to tell routers.
+        cluster_token: if there is one, every request must have it: the server is a replica behind a router.
         access_log, tracing: are told of every request, and closed when the engine has stopped.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
@@ -161,8 +167,11 @@ def create_app(
         app.include_router(admin_router(served, admin_key, max_body_bytes), prefix="/v1")
         only_admins = [Depends(require_admin(admin_key))]
         app.include_router(weights_router(served, max_body_bytes), prefix="/v1", dependencies=only_admins)
+    app.include_router(tokenize_router(served, max_body_bytes), dependencies=[Depends(admit)])
     app.include_router(page_router())
-    app.include_router(_operations_router(engine, metrics, admin_key))
+    app.include_router(_operations_router(engine, metrics, admin_key, kv_events))
+    if cluster_token is not None:
+        app.add_middleware(TokenGuard, token=cluster_token)
     return app
 
 
@@ -175,7 +184,9 @@ async def _save_regularly(ledger: Ledger) -> None:
             logger.warning("the usage file could not be written: %s", error)
 
 
-def _operations_router(engine: Backend, metrics: Metrics, admin_key: str | None) -> APIRouter:
+def _operations_router(
+    engine: Backend, metrics: Metrics, admin_key: str | None, kv_events: Mapping[str, int] | None
+) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -188,6 +199,7 @@ def _operations_router(engine: Backend, metrics: Metrics, admin_key: str | None)
             "requests_waiting": stats.num_waiting,
             "kv_blocks_free": stats.num_free_blocks,
             "tiers": health_of(engine.tiers()),
+            "kv_events": kv_events,
         }
         return JSONResponse(body, 200 if engine.is_healthy else 503)
 

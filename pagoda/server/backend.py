@@ -109,6 +109,9 @@ class Backend(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
 
+    def block_names(self, prompt: Sequence[int], scope: Scope, adapter: str | None = None) -> Sequence[int] | None:
+        """What block events call a prompt's whole blocks; None if there are no events. Called from any thread."""
+
     @property
     def adapters(self) -> Sequence[str]:
         """The names of the LoRA adapters that requests may ask for."""

@@ -28,11 +28,11 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, LeaseRefused, PagodaError, RequestAborted
 from pagoda.server.backend import Scope
 from pagoda.server.body import parse_object, read_body
+from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of, validate_fields
-from pagoda.server.stream import until_disconnect
 
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 30 * 24 * 3600.0

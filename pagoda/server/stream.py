@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagoda.engine.outputs import RequestOutput
 from pagoda.errors import RequestAborted
+from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import describe
 
-T = TypeVar("T")
 Merged = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
@@ -55,30 +55,6 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Merge
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client leaves. The request's body must have been read.
-
-    Raises:
-        RequestAborted: the client left.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestAborted("the client left")
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventEncoder(Protocol):

@@ -28,12 +28,13 @@ from pagoda.errors import LeaseRefused, OutOfBlocks
 from pagoda.kv.cache import KVCache
 from pagoda.kv.directives import Directive
 from pagoda.kv.eviction import make_policy
-from pagoda.kv.keys import Scope
+from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.retention import Retained
 from pagoda.kv.tenants import Share
 from tests.kv.fakes import TokenPool, make
+from tests.kv.test_events import Listener, names_in_tree
 
 # No shrinking: a failing run of this machine is read, not waited for.
 SETTINGS = settings(
@@ -69,6 +70,8 @@ class CacheMachine(RuleBasedStateMachine):
             num_blocks, block_size, self.windows, make_policy(self.policy), clock=lambda: self.now, shares=self.shares
         )
         self.cache.retention.limit_blocks = num_blocks // 2
+        self.listener = Listener()
+        self.cache.tell(KeyChain(bytes(32), b"secret"), self.listener.hear)
 
     def pick(self, index: int) -> Running:
         return self.running[index % len(self.running)]
@@ -230,6 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
             query = np.append(tokens, [0])
             assert self.cache.lookup(query, retained.scope).num_tokens == retained.num_tokens
         self.pool.poison(self.cache)
+        assert self.listener.names == names_in_tree(self.cache)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -239,9 +243,13 @@ class CacheMachine(RuleBasedStateMachine):
         for retained in list(self.cache.retention.leases):
             self.cache.retention.release(retained)
         self.cache.check()
+        assert self.cache.events is not None
+        self.cache.events.tell_all()
+        assert self.listener.names == names_in_tree(self.cache)
         assert self.cache.num_held_blocks == 0
         self.cache.clear()
         self.cache.check()
+        assert not self.listener.names
         assert self.cache.num_free_blocks == self.cache.num_blocks
 
 

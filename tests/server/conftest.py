@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from pagoda.server.app import create_app
-from pagoda.server.run import DrainingServer, bind
+from pagoda.server.run import DrainingServer
+from pagoda.server.sockets import bind
 
 from .fake_backend import FakeBackend
 

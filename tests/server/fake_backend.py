@@ -143,6 +143,9 @@ class FakeBackend:
 
     adapters: Sequence[str] = ()
 
+    def block_names(self, prompt: Sequence[int], scope: Scope, adapter: str | None = None) -> list[int] | None:
+        return None
+
     async def load_adapter(self, name: str, path: str) -> None:
         raise NotImplementedError
 

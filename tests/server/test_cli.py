@@ -20,7 +20,7 @@ from pagoda.cli.chat_sources import LocalChat, RemoteChat
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, WeightsError
 from pagoda.server.auth import ApiKeys
-from pagoda.server.run import bind
+from pagoda.server.sockets import bind
 
 from .conftest import run_server
 from .fake_backend import FakeBackend

@@ -13,7 +13,8 @@ import pytest
 
 from pagoda.errors import ModelError, OutOfBlocks
 from pagoda.server.app import create_app
-from pagoda.server.run import DrainingServer, bind
+from pagoda.server.run import DrainingServer
+from pagoda.server.sockets import bind
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend

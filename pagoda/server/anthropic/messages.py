@@ -21,13 +21,15 @@ from pagoda.server.anthropic.conversation import Conversation, parse_conversatio
 from pagoda.server.anthropic.errors import describe_error
 from pagoda.server.anthropic.schema import MessagesRequest, PromptFields, validate
 from pagoda.server.backend import Scope, Tokenizer
+from pagoda.server.block_names import block_names, wants_block_names
 from pagoda.server.body import parse_object
+from pagoda.server.disconnect import until_disconnect
 from pagoda.server.explain import about_cache
 from pagoda.server.leases import lease_report
 from pagoda.server.next_turn import NextTurn
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Served, new_id
-from pagoda.server.stream import NamedEventStream, merge, until_disconnect
+from pagoda.server.stream import NamedEventStream, merge
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     Raises:
         RequestError: the engine refuses the job, or it was aborted.
     """
+    if wants_block_names(request):
+        return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
     outputs = merge(
         [
             served.stream(

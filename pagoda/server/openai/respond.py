@@ -27,13 +27,15 @@ from pagoda.engine.outputs import (
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
+from pagoda.server.block_names import block_names, wants_block_names
+from pagoda.server.disconnect import until_disconnect
 from pagoda.server.explain import explain_report, explained, wants_explanation
 from pagoda.server.leases import lease_report
 from pagoda.server.ledger import Ledger, written
 from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
-from pagoda.server.stream import EventStream, merge, until_disconnect
+from pagoda.server.stream import EventStream, merge
 
 if TYPE_CHECKING:
     from pagoda.server.tracing import Tracing  # needs an optional package
@@ -148,6 +150,8 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
     Raises:
         RequestError: the engine refuses the job, or it was aborted.
     """
+    if wants_block_names(request):
+        return await block_names(served.engine, job.prompts, job.scope, served.adapter(job.model))
     streams = [
         served.stream(
             request,

@@ -19,7 +19,9 @@ from pagoda.engine.outputs import Completion, FinishReason, RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.backend import Scope, Tokenizer
+from pagoda.server.block_names import block_names, wants_block_names
 from pagoda.server.body import parse_object
+from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache
 from pagoda.server.ledger import written
@@ -29,7 +31,7 @@ from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
-from pagoda.server.stream import NamedEventStream, merge, until_disconnect
+from pagoda.server.stream import NamedEventStream, merge
 
 _UNSUPPORTED = ("background", "conversation", "include", "max_tool_calls", "prompt", "top_logprobs")
 _PART_TYPES = ("input_text", "output_text", "text")
@@ -167,6 +169,8 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
     Raises:
         RequestError: the engine refuses the job, or it was aborted.
     """
+    if wants_block_names(request):
+        return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
     outputs = merge(
         [
             served.stream(

@@ -1,0 +1,139 @@
+"""`pagoda route`: one address in front of several servers."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from pagoda.cli.config import Config
+from pagoda.cli.options import LogLevel, is_loopback
+
+if TYPE_CHECKING:
+    import socket
+
+    from pagoda.cluster.local import LocalReplicas
+    from pagoda.cluster.router import Router
+
+_ACCESS = "Access"
+_DRAIN_S = 10
+
+
+class Routing(StrEnum):
+    """How a replica is chosen."""
+
+    PREFIX_AWARE = "prefix-aware"
+    LEAST_LOAD = "least-load"
+    ROUND_ROBIN = "round-robin"
+
+
+RoutingOption = Annotated[Routing, typer.Option(help="How a replica is chosen.")]
+ClusterToken = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGODA_CLUSTER_TOKEN",
+        show_envvar=True,
+        help="What a router and its replicas prove to each other that they belong together with.",
+        rich_help_panel=_ACCESS,
+    ),
+]
+
+
+def route(
+    backend: Annotated[list[str], typer.Option(metavar="URL", help="A server, http://HOST:PORT; repeatable.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    routing: RoutingOption = Routing.PREFIX_AWARE,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGODA_API_KEY",
+            show_envvar=True,
+            help="Key that clients must send. [default: backends check their keys]",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    backend_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGODA_BACKEND_KEY",
+            show_envvar=True,
+            help="Key that backends get instead of the client's.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    cluster_token: ClusterToken = None,
+    max_body_mib: Annotated[float, typer.Option(help="Longer requests are refused.")] = 8.0,
+    timeout: Annotated[float, typer.Option(help="Longest silence of a backend that is answering, in seconds.")] = 600.0,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two looks at a backend.")] = 1.0,
+    log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
+    config: Config = None,
+) -> None:
+    """Route requests to the backend that can answer first: it has the prompt's prefix, or little to do."""
+    from pagoda.cluster.router import Router, RouterConfig
+    from pagoda.server.sockets import bind
+
+    router = Router(
+        backend,
+        RouterConfig(
+            policy=str(routing),
+            api_key=api_key,
+            backend_key=backend_key,
+            token=cluster_token,
+            max_body_bytes=int(max_body_mib * (1 << 20)),
+            read_timeout_s=timeout,
+            health_interval_s=health_interval,
+        ),
+    )
+    with bind(host, port) as sock:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"Routing {url} to {len(backend)} backends, {routing}; figures at {url}/metrics")
+        if not is_loopback(host) and backend_key is not None and api_key is None:
+            console.print(f"[yellow]Anyone who can reach {host} may use the backends: set --api-key.[/]")
+        run_router(router, sock, log_level=str(log_level))
+
+
+def run_router(router: Router, sock: socket.socket, *, log_level: str, replicas: LocalReplicas | None = None) -> None:
+    """Serve a router on a bound socket until a signal; with replicas, start them first and end them last."""
+    import asyncio
+    import logging
+
+    import uvicorn
+
+    logging.basicConfig(format="%(levelname)-9s %(message)s")
+    logging.getLogger("pagoda").setLevel(log_level.upper())
+    # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            router.app,
+            log_level=log_level,
+            http="h11",
+            lifespan="on",
+            access_log=False,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+
+    def stop(_: object) -> None:
+        server.should_exit = True
+
+    async def serve() -> None:
+        if replicas is None:
+            return await server.serve(sockets=[sock])
+        running = asyncio.create_task(replicas.run())
+        running.add_done_callback(stop)
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    asyncio.run(serve())

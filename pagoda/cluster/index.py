@@ -1,0 +1,85 @@
+"""FleetIndex: how much of a prompt each replica has, from the best source there is for each.
+
+    events       blocks that a replica told it has          exact; gone when it says so, or dies
+    expected     blocks of prompts that are on their way    until their answers are there, by when events have told
+    history      pieces of the text of what it was sent     for replicas that tell nothing; the coldest are forgotten
+
+Names of blocks stand for model, tenant and all tokens up to them, so one index holds every namespace and mixes none.
+All three are bounded, and bits of a replica that died go at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cluster.prompts import CHUNK_TOKENS, Prompt
+from pagoda.cluster.routing import PrefixIndex
+from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
+
+MAX_BLOCKS = 1 << 20
+MAX_EXPECTED = 1 << 17
+MAX_CHUNKS = 1 << 18
+
+
+class FleetIndex:
+    """What replicas have. Not thread-safe."""
+
+    def __init__(self, num_replicas: int, max_blocks: int = MAX_BLOCKS) -> None:
+        self._events = PrefixIndex(num_replicas, max_blocks)
+        self._expected = PrefixIndex(num_replicas, MAX_EXPECTED)
+        self._history = PrefixIndex(num_replicas, MAX_CHUNKS)
+        self._tells: npt.NDArray[np.bool_] = np.zeros(num_replicas, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._events) + len(self._expected) + len(self._history)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that some replica told of."""
+        return len(self._events)
+
+    @property
+    def tells(self) -> Sequence[int]:
+        """The replicas that tell events."""
+        return [int(replica) for replica in np.flatnonzero(self._tells)]
+
+    def known_by(self, replica: int) -> int:
+        """How many blocks a replica told it has. O(blocks)."""
+        return self._events.count(replica)
+
+    def apply(self, replica: int, event: BlockEvent) -> None:
+        """Take in what a replica told."""
+        self._tells[replica] = True
+        match event:
+            case BlockStored():
+                self._events.add(replica, event.names)
+            case BlockRemoved():
+                self._events.remove(replica, event.names)
+            case BlocksCleared():
+                self._events.forget(replica)
+
+    def expect(self, replica: int, prompt: Prompt) -> None:
+        """A prompt is on its way to a replica."""
+        self._expected.add(replica, prompt.blocks)
+        self._history.add(replica, prompt.chunks)
+
+    def settle(self, replica: int, prompt: Prompt) -> None:
+        """A replica is done with a prompt: what it kept of it, its events have told."""
+        self._expected.remove(replica, prompt.blocks)
+
+    def forget(self, replica: int) -> None:
+        """A replica died, or lost everything. O(blocks)."""
+        self._tells[replica] = False
+        for index in self._events, self._expected, self._history:
+            index.forget(replica)
+
+    def known(self, prompt: Prompt) -> npt.NDArray[np.int64]:
+        """For each replica, how many of a prompt's tokens it has, or is about to have."""
+        guessed = self._history.depths(prompt.chunks) * CHUNK_TOKENS
+        if not prompt.blocks:
+            return guessed
+        told = np.maximum(self._events.depths(prompt.blocks), self._expected.depths(prompt.blocks))
+        return np.where(self._tells, told * prompt.block_tokens, guessed)

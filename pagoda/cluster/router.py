@@ -1,0 +1,367 @@
+"""The router: one address in front of replicas, each an OpenAI- or Anthropic-compatible server.
+
+    client ── request ──> read its prompt ──> ask a replica which blocks that is, if any tells block events
+                               │
+                           Placement: the replica that answers first ──> Relay ──> its answer, piece by piece
+                               ^                                          │ it failed, and nothing was sent yet:
+    Watch: /health, events ────┘                                          └ another replica
+
+It holds no state that is not rebuilt: replicas own caches, leases and stored responses. Headers that clients may send:
+`X-Session-Id` names a conversation, which then stays where it is; `X-Pagoda-Replica: N` asks for a replica by number,
+for what only one has. Every answer says in `X-Pagoda-Replica` who gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pagoda.cluster.index import FleetIndex
+from pagoda.cluster.metrics import RouterMetrics
+from pagoda.cluster.placement import Placed, Placement
+from pagoda.cluster.prompts import Prompt, read_prompt
+from pagoda.cluster.relay import REPLICA_HEADER, Relayed, begin, error_body, request_headers
+from pagoda.cluster.routing import make_routing
+from pagoda.cluster.watch import INTERVAL_S, Watch
+from pagoda.errors import ConfigError, NoReplica, RequestAborted
+from pagoda.server.block_names import HEADER as BLOCK_NAMES_HEADER
+from pagoda.server.body import parse_object, read_body
+from pagoda.server.disconnect import until_disconnect
+from pagoda.server.errors import CLIENT_GONE, HttpError
+from pagoda.server.token import HEADER as TOKEN_HEADER
+
+logger = logging.getLogger(__name__)
+
+GENERATION = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
+SESSION_HEADER = "x-session-id"
+MAX_BODY_BYTES = 8 << 20
+MAX_IN_FLIGHT = 4096
+MAX_NAMES = 1 << 20
+NAMES_TIMEOUT_S = 1.0
+READ_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Settings of a router.
+
+    Attributes:
+        policy: one of ROUTING_POLICIES.
+        api_key: what clients must send; their own key is passed on to replicas, which check it, when None.
+        backend_key: the key that replicas get instead of the client's.
+        token: the cluster's, which replicas ask for; clients never see it.
+        max_body_bytes: longer bodies are refused with 413.
+        read_timeout_s: the longest silence of a replica that is answering.
+        health_interval_s: between two looks at a replica.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    policy: str = "prefix-aware"
+    api_key: str | None = None
+    backend_key: str | None = None
+    token: str | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    read_timeout_s: float = READ_TIMEOUT_S
+    health_interval_s: float = INTERVAL_S
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "read_timeout_s", "health_interval_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+class Router:
+    """Routes requests to replicas. `app` is the ASGI application; it watches replicas while it runs.
+
+    Args:
+        urls: the replicas' addresses, such as `http://127.0.0.1:8001`.
+        transport: in place of the network, for tests.
+
+    Raises:
+        ConfigError: a URL is not one of HTTP, or comes twice.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: RouterConfig = RouterConfig(),
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._urls = [_checked(url) for url in urls]
+        if not urls or len(set(self._urls)) != len(urls):
+            raise ConfigError("a router needs backends, each of them once")
+        self._config = config
+        policy = make_routing(config.policy, len(urls))
+        self.placement = Placement(len(urls), policy, FleetIndex(len(urls)))
+        self.metrics = RouterMetrics(self.placement, self._urls)
+        timeout = httpx.Timeout(config.read_timeout_s, connect=2.0)
+        # Servers close idle connections after some seconds; one that closes as a request is sent looks like a fault.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
+        self._client = httpx.AsyncClient(
+            headers={TOKEN_HEADER: config.token} if config.token else {},
+            timeout=timeout,
+            limits=limits,
+            transport=transport,
+            trust_env=False,
+        )
+        self._watch = Watch(
+            self._urls, self._client, self.placement, token=config.token, interval_s=config.health_interval_s
+        )
+        self._num_in_flight = 0
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/{path:path}", self._serve, methods=methods),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._client.aclose()
+
+    async def _health(self, request: Request) -> Response:
+        placement = self.placement
+        tells = set(placement.index.tells)
+        replicas = [
+            {
+                "url": url,
+                "up": placement.is_up(number),
+                "load_tokens": int(placement.load(number)),
+                "kv_events": number in tells,
+            }
+            for number, url in enumerate(self._urls)
+        ]
+        is_up = any(replica["up"] for replica in replicas)
+        status = "ok" if is_up else "no replica is up"
+        return JSONResponse({"status": status, "replicas": replicas}, 200 if is_up else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _serve(self, request: Request) -> Response:
+        is_anthropic = request.url.path.startswith("/v1/messages")
+        try:
+            if self._num_in_flight >= MAX_IN_FLIGHT:
+                raise HttpError(503, "overloaded", f"{MAX_IN_FLIGHT} requests are under way; try again shortly.")
+            self._check_key(request)
+            return await self._route(request, is_anthropic)
+        except HttpError as error:
+            status, code, message = error.status, error.code, str(error)
+        except NoReplica:
+            status, code, message = 503, "no_replica", "No replica can answer now; try again shortly."
+        except RequestAborted:
+            return Response(status_code=CLIENT_GONE)
+        headers = {"Retry-After": "1"} if status == 503 else None
+        return JSONResponse(error_body(status, code, message, is_anthropic=is_anthropic), status, headers)
+
+    def _check_key(self, request: Request) -> None:
+        if self._config.api_key is not None:
+            given = _key(request)
+            if not hmac.compare_digest(given.encode(), self._config.api_key.encode()):
+                raise HttpError(401, "invalid_api_key", "The API key is not known to this router.")
+
+    async def _route(self, request: Request, is_anthropic: bool) -> Response:
+        if request.method == "POST" and request.url.path in GENERATION:
+            body = await read_body(request, self._config.max_body_bytes)
+            fields = parse_object(body)
+            who = _key(request).encode()
+            prompt = read_prompt(fields, who, request.headers.get(SESSION_HEADER))
+        else:  # nothing to compute
+            body, fields, prompt = await _any_body(request, self._config.max_body_bytes), {}, Prompt(0)
+        pinned = self._pinned(request, fields)
+        work = self._answer(request, body, prompt, pinned, is_anthropic)
+        return await until_disconnect(request.receive, work)
+
+    def _pinned(self, request: Request, fields: dict[str, Any]) -> int | None:
+        """The one replica that may answer, if only one may.
+
+        Raises:
+            HttpError: 400, it is no replica's number.
+            NoReplica: it is down.
+        """
+        number: int | None = None
+        if (asked := request.headers.get(REPLICA_HEADER)) is not None:
+            if not (asked.isdecimal() and int(asked) < len(self._urls)):
+                message = f"{REPLICA_HEADER} must be below {len(self._urls)}, the number of replicas."
+                raise HttpError(400, "invalid_value", message, param=REPLICA_HEADER)
+            number = int(asked)
+        elif isinstance(previous := fields.get("previous_response_id"), str):
+            number = self.placement.session(_response(previous))
+        if number is not None and not self.placement.is_up(number):
+            raise NoReplica
+        return number
+
+    async def _answer(
+        self, request: Request, body: bytes, prompt: Prompt, pinned: int | None, is_anthropic: bool
+    ) -> Response:
+        """Ask one replica after the other until one answers.
+
+        Raises:
+            NoReplica: none did.
+        """
+        started = time.perf_counter()
+        self._num_in_flight += 1
+        tried: set[int] = set()
+        refusal: Response | None = None
+        begun = False
+        try:
+            prompt = await self._with_blocks(request, body, prompt) if pinned is None else prompt
+            while True:
+                try:
+                    placed = self._choose(prompt, pinned, tried)
+                except NoReplica:
+                    if refusal is not None:
+                        return refusal
+                    raise
+                tried.add(placed.replica)
+                answer = await self._ask(request, body, placed, is_anthropic)
+                if isinstance(answer, Relayed):
+                    begun = True
+                    self.metrics.first_byte.observe(time.perf_counter() - started)
+                    return answer
+                self.metrics.retries.labels(placed.replica).inc()
+                refusal = answer or refusal
+        finally:
+            if not begun:
+                self._num_in_flight -= 1
+
+    def _choose(self, prompt: Prompt, pinned: int | None, tried: set[int]) -> Placed:
+        if pinned is not None:
+            if tried:
+                raise NoReplica
+            return self.placement.put(pinned, prompt)
+        with self.metrics.decision.time():
+            placed = self.placement.choose(prompt, tried)
+        if not tried:
+            self.metrics.prompt_tokens.inc(prompt.num_tokens)
+            self.metrics.known_tokens.inc(placed.num_known)
+        return placed
+
+    async def _ask(self, request: Request, body: bytes, placed: Placed, is_anthropic: bool) -> Response | None:
+        """The answer of a replica that has begun; a plain one if it takes no requests now, None if it failed."""
+        number = placed.replica
+        asked = self._request(request, number, body)
+        answer: httpx.Response | None = None
+        begun = False
+        try:
+            answer = await self._client.send(asked, stream=True)
+            pieces, first = await begin(answer)
+            if answer.status_code == 503:
+                return Response(first, 503, media_type=answer.headers.get("content-type"))
+            begun = True
+        except httpx.HTTPError as error:
+            logger.warning("replica %d failed: %s", number, str(error) or type(error).__name__)
+            self._watch.suspect(number, refused=isinstance(error, httpx.ConnectError))
+            return None
+        finally:
+            if not begun:
+                self.placement.end(placed)
+                if answer is not None:
+                    await answer.aclose()
+        self.placement.answers(placed)
+        self.metrics.requests.labels(number, answer.status_code).inc()
+        if (name := answer.headers.get("x-request-id")) and request.url.path == "/v1/responses":
+            self.placement.remember(_response(name), number)
+
+        def ended(is_broken: bool) -> None:
+            self._num_in_flight -= 1
+            self.placement.end(placed)
+            if is_broken:
+                self.metrics.broken.labels(number).inc()
+                self._watch.suspect(number)
+
+        return Relayed(answer, pieces, first, replica=number, is_anthropic=is_anthropic, ended=ended)
+
+    def _request(self, request: Request, number: int, body: bytes, *, only_names: bool = False) -> httpx.Request:
+        instead = {BLOCK_NAMES_HEADER: "1" if only_names else "", TOKEN_HEADER: self._config.token or ""}
+        if self._config.backend_key is not None:
+            instead |= {"authorization": f"Bearer {self._config.backend_key}", "x-api-key": ""}
+        query = f"?{request.url.query}" if request.url.query else ""
+        url = self._urls[number] + request.url.path + query
+        headers = request_headers(request.headers, instead)
+        timeout = httpx.Timeout(NAMES_TIMEOUT_S) if only_names else httpx.USE_CLIENT_DEFAULT
+        return self._client.build_request(request.method, url, headers=headers, content=body, timeout=timeout)
+
+    async def _with_blocks(self, request: Request, body: bytes, prompt: Prompt) -> Prompt:
+        """The prompt with the names of its blocks, which a replica that tells events is asked for."""
+        index, placement = self.placement.index, self.placement
+        telling = [number for number in index.tells if placement.is_up(number)]
+        if not telling or not prompt.chunks or self._config.policy != "prefix-aware":
+            return prompt
+        number = min(telling, key=placement.load)
+        asked = self._request(request, number, body, only_names=True)
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, IndexError):
+            answer = await self._client.send(asked)
+            if answer.is_success:
+                told = answer.json()
+                return prompt.with_blocks(*_blocks(told["prompts"][0]), _count(told["block_size"]))
+        self.metrics.unnamed.inc()
+        return prompt
+
+
+def _checked(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no address of a backend: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.path not in ("", "/"):
+        raise ConfigError(f"a backend is given as http://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
+
+
+def _key(request: Request) -> str:
+    """The key that a client sent, as OpenAI's or Anthropic's clients send it; empty if there is none."""
+    bearer = request.headers.get("authorization", "").partition(" ")[2].strip()
+    return request.headers.get("x-api-key") or bearer
+
+
+def _response(name: str) -> str:
+    """What a stored response is called among sessions."""
+    return f"response {name}"
+
+
+async def _any_body(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise HttpError(413, "request_too_large", f"The request body is longer than {limit} bytes.")
+    return bytes(body)
+
+
+def _blocks(told: dict[str, Any]) -> tuple[int, list[int]]:
+    names = told["block_names"]
+    if not isinstance(names, list) or len(names) > MAX_NAMES:
+        raise ValueError("block_names is no list")
+    return _count(told["num_tokens"]), [_count(name) for name in names]
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,67 @@
+"""/tokenize: the tokens of a prompt or of messages, in vLLM's form, for routers that compare prompts themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pagoda.errors import InvalidRequest
+from pagoda.server.body import parse_object, read_body
+from pagoda.server.faults import first_fault
+from pagoda.server.openai.chat import normalize_messages
+from pagoda.server.openai.respond import Served
+
+
+class TokenizeRequest(BaseModel):
+    """What to tokenize: a prompt, or messages. Other fields of vLLM's are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+def tokenize_router(served: Served, max_body_bytes: int) -> APIRouter:
+    """The route, which is below no prefix."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        return JSONResponse(await asyncio.to_thread(_tokenize, served, body))
+
+    return router
+
+
+def _tokenize(served: Served, body: bytes) -> dict[str, Any]:
+    fields = parse_object(body)
+    try:
+        asked = TokenizeRequest.model_validate(fields)
+    except ValidationError as error:
+        raise first_fault(error, fields) from None
+    served.resolve(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("give a prompt or messages", param="prompt")
+    tokenizer = served.engine.tokenizer
+    if asked.messages is None:
+        text = asked.prompt or ""
+    else:
+        text = tokenizer.render_chat(normalize_messages(asked.messages), asked.tools, asked.add_generation_prompt)
+    # A chat template writes the special tokens itself.
+    adds_special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+    tokens = tokenizer.encode(text, add_special_tokens=adds_special)
+    return {
+        "count": len(tokens),
+        "max_model_len": served.engine.max_model_len,
+        "tokens": tokens,
+        "token_strs": [tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+    }

@@ -1,0 +1,216 @@
+"""Publisher and subscriber over real sockets: in order, without gaps, whoever comes late or is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from pagoda.cluster.publisher import Publisher
+from pagoda.cluster.subscriber import Subscriber
+from pagoda.cluster.wire import sequence_bytes
+from pagoda.errors import ConfigError
+from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
+
+ANY = "tcp://127.0.0.1:*"
+
+
+class Engine:
+    """Has blocks, and tells of them through a publisher."""
+
+    def __init__(self, **settings: int | str | None) -> None:
+        self.names: list[int] = []
+        self.publisher = Publisher(ANY, ANY, tell_all=self.tell_all, **settings)  # type: ignore[arg-type]
+        self.num_told_all = 0
+
+    def store(self, *names: int) -> None:
+        self.names += names
+        self.publisher.emit([BlockStored(names, None, (), 16)])
+
+    def remove(self, *names: int) -> None:
+        self.names = [name for name in self.names if name not in names]
+        self.publisher.emit([BlockRemoved(names)])
+
+    def tell_all(self) -> None:
+        self.num_told_all += 1
+        self.publisher.emit([BlocksCleared(), *(BlockStored((name,), None, (), 16) for name in self.names)])
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.names: set[int] = set()
+        self.num_cleared = 0
+
+    def apply(self, event: BlockEvent) -> None:
+        match event:
+            case BlockStored(names):
+                self.names |= set(names)
+            case BlockRemoved(names):
+                self.names -= set(names)
+            case BlocksCleared():
+                self.num_cleared += 1
+                self.names.clear()
+
+    async def until(self, names: Sequence[int]) -> None:
+        async with asyncio.timeout(5):
+            while self.names != set(names):
+                await asyncio.sleep(0.005)
+
+
+@contextmanager
+def engine(**settings: int | str | None) -> Iterator[Engine]:
+    made = Engine(**settings)
+    try:
+        yield made
+    finally:
+        made.publisher.close()
+
+
+@contextmanager
+def reading(publisher: Publisher, reader: Reader, token: str | None = None) -> Iterator[Subscriber]:
+    subscriber = Subscriber(publisher.endpoint, publisher.replay_endpoint, reader.apply, token=token)
+    task = asyncio.create_task(subscriber.run())
+    try:
+        yield subscriber
+    finally:
+        task.cancel()
+
+
+async def test_events_arrive_in_order() -> None:
+    with engine() as made:
+        reader = Reader()
+        with reading(made.publisher, reader):
+            made.store(1, 2)
+            await reader.until([1, 2])
+            made.remove(1)
+            made.store(3)
+            await reader.until([2, 3])
+
+
+async def test_who_comes_late_gets_what_was_told_before() -> None:
+    with engine() as made:
+        made.store(1, 2)
+        made.remove(2)
+        await asyncio.sleep(0.05)
+        reader = Reader()
+        with reading(made.publisher, reader):
+            await reader.until([1])
+        assert made.num_told_all == 0  # the replay had all
+
+
+async def test_who_comes_too_late_for_the_replay_is_told_everything_anew() -> None:
+    with engine(max_replay=4) as made:
+        for name in range(20):
+            made.store(name)
+        await asyncio.sleep(0.05)
+        reader = Reader()
+        with reading(made.publisher, reader):
+            await reader.until(range(20))
+        assert made.num_told_all == 1
+
+
+async def test_a_missed_message_is_asked_for() -> None:
+    with engine() as made:
+        reader = Reader()
+        with reading(made.publisher, reader) as subscriber:
+            made.store(1)
+            await reader.until([1])
+            send, lost = made.publisher._publish.send_multipart, []
+            made.publisher._publish.send_multipart = lost.append  # type: ignore[method-assign]
+            made.store(2)
+            await _until(lambda: bool(lost))
+            made.publisher._publish.send_multipart = send  # type: ignore[method-assign]
+            made.store(3)
+            await reader.until([1, 2, 3])
+            assert subscriber.num_gaps == 1
+
+
+async def test_what_does_not_fit_the_queue_is_told_anew() -> None:
+    """An engine faster than the publisher never waits, and nothing wrong stays told."""
+    release, blocked = threading.Event(), threading.Event()
+    with engine(max_queued=2) as made:
+        reader = Reader()
+        with reading(made.publisher, reader):
+            await reader.until([])
+            send = made.publisher._send
+
+            def slow(events: Sequence[BlockEvent]) -> None:
+                blocked.set()
+                release.wait(5)
+                send(events)
+
+            made.publisher._send = slow  # type: ignore[method-assign]
+            made.store(0)
+            await asyncio.to_thread(blocked.wait, 5)
+            for name in range(1, 10):
+                made.store(name)
+            made.remove(0)
+            assert made.publisher.num_dropped > 0
+            release.set()
+            await reader.until(range(1, 10))
+
+
+async def test_a_restarted_engine_is_not_taken_for_the_old_one() -> None:
+    """Its numbers go on, so that the reader sees a gap; and its first message says that nothing is cached."""
+    with engine() as old:
+        old.store(1, 2)
+        reader = Reader()
+        with reading(old.publisher, reader):
+            await reader.until([1, 2])
+        next_number = old.publisher._number
+        port, replay_port = old.publisher.ports.values()
+    reborn = Publisher(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
+    try:
+        subscriber = Subscriber(reborn.endpoint, reborn.replay_endpoint, reader.apply)
+        subscriber._next = next_number
+        task = asyncio.create_task(subscriber.run())
+        reborn.emit([BlockStored((9,), None, (), 16)])
+        await reader.until([9])
+        task.cancel()
+    finally:
+        reborn.close()
+
+
+async def test_only_holders_of_the_token_can_read() -> None:
+    with engine(token="secret") as made:
+        made.store(1)
+        friend, stranger, thief = Reader(), Reader(), Reader()
+        with (
+            reading(made.publisher, stranger),
+            reading(made.publisher, thief, token="guess"),
+            reading(made.publisher, friend, token="secret"),
+        ):
+            await friend.until([1])
+            await asyncio.sleep(0.1)
+            assert not stranger.names
+            assert not thief.names
+
+
+async def test_nonsense_stops_neither_side() -> None:
+    with engine() as made:
+        reader = Reader()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket, reading(made.publisher, reader):
+            socket.connect(made.publisher.replay_endpoint)
+            for parts in ([b""], [b"", b"x"], [b"", sequence_bytes(0), b"more"], [b"", b"\xff" * 8]):
+                socket.send_multipart(parts)
+            made.publisher._publish.send_multipart([b"", b"short", b"x"])
+            made.publisher._publish.send_multipart([b"one part"])
+            made.store(1)
+            await reader.until([1])
+
+
+def test_an_address_that_cannot_be_bound_is_named() -> None:
+    with engine() as made, pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
+        Publisher(made.publisher.endpoint, ANY)
+    with pytest.raises(ConfigError, match="nonsense"):
+        Publisher("nonsense", ANY)
+
+
+async def _until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_true():
+            await asyncio.sleep(0.005)
