@@ -110,7 +110,7 @@ class Publisher:
         try:
             self._send([BlocksCleared()])
             while not self._stopping:
-                ready = dict(poller.poll(None if not self._has_dropped else _TELL_ALL_EVERY_S * 1000))
+                ready = dict(poller.poll(None if not self._has_dropped else int(_TELL_ALL_EVERY_S * 1000)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 while self._queue:
@@ -163,8 +163,9 @@ def _bind(context: zmq.Context[Any], socket: zmq.Socket[Any], endpoint: str, tok
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         raise ConfigError(f"block events cannot be published at {endpoint}: {error}") from None
-    bound: str = socket.last_endpoint.decode().rstrip("\0")
-    return bound
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.decode().rstrip("\0")
 
 
 def _port(endpoint: str) -> int:

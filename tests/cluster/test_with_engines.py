@@ -82,7 +82,7 @@ async def cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
         yield fleet
 
 
-def text(seed: str, length: int = 150) -> str:
+def text(seed: str, length: int = 400) -> str:
     return (seed + " keeps the tide and the boats of the harbour. ") * (length // 40)
 
 
