@@ -17,7 +17,6 @@ from pagoda.integrations.vllm.settings import read_settings
 from pagoda.kv.keys import KeyChain, Scope
 from tests.integrations.fake_vllm import FakeRequest
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 BLOCKS = 6
 
 
@@ -35,10 +34,14 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
             {"plain": plain, "states": states, "packed": packed, "kernel": kernel}.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_block_comes_back_as_it_was_and_no_other_changes(device: str) -> None:
-    caches = layouts(device)
+@pytest.mark.parametrize("where", ["host", "as on a device", "cuda"])
+def test_a_block_comes_back_as_it_was_and_no_other_changes(where: str) -> None:
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    caches = layouts("cuda" if where == "cuda" else "cpu")
     blocks = VllmBlocks(caches, BLOCKS)
+    if where == "as on a device":
+        blocks._host = None
     assert blocks.block_bytes == 2 * (64 + 64 + 64 + 3 * 64)
     before = {name: cache.clone() for name, cache in caches.items()}
     rows = np.empty((2, blocks.block_bytes), dtype=np.uint8)

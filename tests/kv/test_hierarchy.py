@@ -204,6 +204,15 @@ def test_a_block_counts_only_with_all_its_groups() -> None:
     assert sum(len(fetch.pieces.get().blocks) for _ in range(fetch.pieces.qsize())) == 3
 
 
+def test_a_fetch_tells_where_the_first_blocks_are_up_to_the_first_hole() -> None:
+    upper, lower = filled(3), filled(10)
+    lower.delete(ids(6)[5:])
+    tiers = make((upper, BACK), (lower, BACK))
+    fetch = tiers.fetcher.fetch(block_ids(10), FOREVER, FOREVER)
+    assert fetch.done.wait(5)
+    assert fetch.leading == [*[tiers.lanes[0]] * 3, *[tiers.lanes[1]] * 2]
+
+
 def test_a_damaged_record_is_a_hole(faults: Faults) -> None:
     inner = filled(20)
     tiers = make((FaultyTier(inner, faults, seed=3), BACK))
