@@ -223,6 +223,21 @@ def test_a_lease_keeps_the_whole_blocks_of_the_prompt(make: Make) -> None:
     assert min(leases) > time.time() + 30
 
 
+def test_what_has_priority_is_written_if_not_all_can_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(MemoryTier(1 << 20))
+    low = FakeRequest(list(range(8)))
+    high = FakeRequest(list(range(50, 58)), kv_transfer_params={"pagoda": {"priority": 80}})
+    for request in (low, high):
+        engine.admit(request)
+    monkeypatch.setattr(engine.workers[0]._parts.hierarchy, "room", lambda *_: 2)
+    engine.step({low.request_id: low, high.request_id: high}, {low.request_id: 8, high.request_id: 8})
+    for request in (low, high):
+        engine.end(request)
+    engine.settle()
+    assert restored(engine.run(patient([*high.all_token_ids, 1]))) == 8
+    assert restored(engine.run(patient([*low.all_token_ids, 1]))) == 0
+
+
 def test_a_request_may_keep_itself_out_of_the_tiers(make: Make) -> None:
     tier = MemoryTier(1 << 20)
     engine = make(tier)
@@ -235,7 +250,9 @@ def test_a_request_may_keep_itself_out_of_the_tiers(make: Make) -> None:
     assert restored(engine.run(FakeRequest(list(PROMPT), kv_transfer_params=few))) == 8
 
 
-@pytest.mark.parametrize("own", [7, {"lease": 1}, {"store": 1}, {"wait_s": -1}, {"lease_s": float("inf")}])
+@pytest.mark.parametrize(
+    "own", [7, {"lease": 1}, {"store": 1}, {"wait_s": -1}, {"lease_s": float("inf")}, {"priority": 101}]
+)
 def test_wrong_params_are_told_and_harm_nothing(make: Make, own: object) -> None:
     engine = make(MemoryTier(1 << 20))
     told = engine.run(FakeRequest(list(PROMPT), kv_transfer_params={"pagoda": own}))

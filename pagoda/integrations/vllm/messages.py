@@ -34,10 +34,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy a block of vLLM's cache out, when this step is done, and write it to the tiers."""
+    """Copy a block of vLLM's cache out, when this step is done, and write it to the tiers: high priorities first."""
 
     key: BlockKey
     block_id: int
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,23 @@ from pagoda.errors import InvalidRequest
 from pagoda.kv.lease import TierUse
 
 NAME = "pagoda"
-_FIELDS = ("lease_s", "store", "wait_s", "max_restored_tokens")
+_FIELDS = ("lease_s", "priority", "store", "wait_s", "max_restored_tokens")
+_DEFAULT_PRIORITY = 35  # as TensorRT-LLM's, and Pagoda's own
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """`lease_s`: how long tiers must keep the request's prompt from its end on; 0: no longer than they like."""
+    """What a request asks for.
+
+    Attributes:
+        use: what it allows of the tiers.
+        lease_s: how long tiers must keep its prompt from its end on; 0: no longer than they like.
+        priority: 0 to 100; when the tiers' queues have not room for all blocks of a step, higher ones are written.
+    """
 
     use: TierUse = field(default_factory=TierUse)
     lease_s: float = 0.0
+    priority: int = _DEFAULT_PRIORITY
 
 
 def read_params(given: Mapping[str, Any] | None) -> Params:
@@ -46,8 +54,11 @@ def read_params(given: Mapping[str, Any] | None) -> Params:
     lease_s = _number(own, "lease_s") or 0.0
     if math.isinf(lease_s):
         raise InvalidRequest("lease_s must end")
+    priority = _number(own, "priority")
+    if priority is not None and priority > 100:
+        raise InvalidRequest(f"priority is at most 100, not {priority:g}")
     use = TierUse(None if most is None else int(most), _number(own, "wait_s"), store)
-    return Params(use, lease_s)
+    return Params(use, lease_s, _DEFAULT_PRIORITY if priority is None else int(priority))
 
 
 def _number(own: Mapping[str, Any], name: str) -> float | None:

@@ -203,7 +203,7 @@ class SchedulerSide:
             return
         block_ids = block_ids_of(request.request_id)
         for key, block_id in zip(keys.between(saved, whole), block_ids[saved:whole], strict=True):
-            orders.saves.append(Save(key, block_id))
+            orders.saves.append(Save(key, block_id, tracked.params.priority))
             self._written[key] = None
         while len(self._written) > _MAX_GHOSTS:
             self._written.popitem(last=False)

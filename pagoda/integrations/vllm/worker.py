@@ -92,6 +92,7 @@ class WorkerSide:
         if not saves:
             return
         blocks, hierarchy = self._parts.blocks, self._parts.hierarchy
+        saves.sort(key=lambda save: -save.priority)  # those of equal priority stay in order
         saves = saves[: hierarchy.room(WritePolicy.THROUGH, len(saves))]
         if saves:
             rows = aligned_empty(len(saves) * blocks.block_bytes).reshape(len(saves), -1)
