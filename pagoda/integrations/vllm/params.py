@@ -1,6 +1,6 @@
 """What a request may say in `kv_transfer_params`, under "pagoda".
 
-{"pagoda": {"lease_s": 3600, "store": true, "wait_s": 0.5, "max_restored_tokens": 4096}}
+{"pagoda": {"lease_s": 3600, "priority": 80, "store": true, "wait_s": 0.5, "max_restored_tokens": 4096}}
 """
 
 from __future__ import annotations
