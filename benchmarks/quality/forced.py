@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pagoda import Engine, SamplingParams
+from pagoda.blend.segments import BlendSpec
 from pagoda.kv.keys import Scope
 from pagoda.model.batch import ForwardBatch
 
@@ -37,7 +38,13 @@ class Forced:
         self._names = itertools.count()
 
     def read(
-        self, tokens: Sequence[int], start: int, *, decode: bool, share: bool = False
+        self,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        decode: bool,
+        share: bool = False,
+        blend: BlendSpec | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Read `tokens`; yield the logits before each token from `start` on, in order.
 
@@ -46,6 +53,7 @@ class Forced:
             start: at least 1; the first token whose logits are wanted.
             decode: one token at a time from `start` on, after a prompt of what is before.
             share: whether the prompt may hit what earlier calls left in the cache. In chunks it never does.
+            blend: passages of the prompt, which must be cached already: one request runs at a time.
 
         Yields:
             Position of the first predicted token, and float32 `[n, vocab_size]` that predict it and those after it.
@@ -56,7 +64,7 @@ class Forced:
         self._to_come = iter(tokens[start:] if decode else tokens[-1:])
         params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True)
         scope = Scope() if decode and share else Scope(salt=name)
-        self.engine.core.add(name, list(prompt), params, scope=scope)
+        self.engine.core.add(name, list(prompt), params, scope=scope, blend=blend)
         position = start if decode else 1
         try:
             while self.engine.core.has_work:

@@ -120,6 +120,23 @@ def serve(
             rich_help_panel="Memory and batching",
         ),
     ] = False,
+    blend_ratio: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Of passages marked for reuse anywhere, the share computed anew where a request does not say.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = 0.15,
+    blend_auto: Annotated[
+        bool,
+        typer.Option(
+            "--blend-auto",
+            help="Reuse passages of long user messages anywhere, marked or not; answers change within bounds.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = False,
     usage_file: Annotated[
         Path | None,
         typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
@@ -164,6 +181,7 @@ def serve(
     from pagoda.server.access_log import AccessLog
     from pagoda.server.ledger import Ledger
     from pagoda.server.named_caches import NamedCaches
+    from pagoda.server.passages import BlendDefaults
     from pagoda.server.prices import Prices
     from pagoda.server.sockets import bind
 
@@ -229,6 +247,7 @@ def serve(
             ledger=ledger,
             caches=NamedCaches(caches_file),
             prefill_next_turn=prefill_next_turn,
+            blend=BlendDefaults(blend_ratio, blend_auto),
             access_log=log,
             tracing=tracing,
             kv_events=None if events is None else events.ports,

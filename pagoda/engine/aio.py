@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
 from pagoda.errors import RequestAborted, RequestError
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiered import TieredCache
@@ -191,6 +191,7 @@ class AsyncEngine:
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
         adapter: str | None = None,
+        blend: BlendSpec | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs as they come. Closing the generator aborts the request.
 
@@ -201,7 +202,15 @@ class AsyncEngine:
         """
         name = request_id or uuid.uuid4().hex
         add = partial(
-            self._core.add, name, prompt, params, scope=scope, priority=priority, leases=leases, adapter=adapter
+            self._core.add,
+            name,
+            prompt,
+            params,
+            scope=scope,
+            priority=priority,
+            leases=leases,
+            adapter=adapter,
+            blend=blend,
         )
         return self._stream(name, add)
 

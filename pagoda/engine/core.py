@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from pagoda.blend.progress import BlendProgress
+from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
 from pagoda.engine.beam import BeamState
@@ -29,6 +31,7 @@ from pagoda.engine.outputs import (
     StepStats,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.passages import Passages, check_passages
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
@@ -88,6 +91,7 @@ class EngineCore:
         self._bound_leases()
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
         self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
+        self._passages = Passages(cache, self._forker.sample)
         self._requests: dict[str, Request] = {}
         self._auditor: Auditor | None = None
         self.sparsity: Sparsity | None = None
@@ -139,16 +143,19 @@ class EngineCore:
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
         adapter: str | None = None,
+        blend: BlendSpec | None = None,
     ) -> None:
         """Queue a request.
 
         Args:
+            blend: passages of the prompt that may be reused wherever they were computed; those shorter than a block
+                are computed as other text is.
             adapter: the name of the adapter that answers it; it keeps that one, should the name be given to another.
 
         Raises:
             ModelNotFound: there is no such adapter.
-            InvalidRequest: an empty prompt, a token outside the vocabulary, a lease beyond the prompt, or an id that is
-                in use.
+            InvalidRequest: an empty prompt, a token outside the vocabulary, a lease or passage beyond the prompt, or
+                an id that is in use, or passages that cannot be reused here.
             ContextTooLong: prompt and output can never fit; the message has the numbers.
         """
         if request_id in self._requests:
@@ -164,12 +171,29 @@ class EngineCore:
         if adapter is not None:
             chosen = self._adapter(adapter)
             scope = adapted(scope, chosen, tokens)
+        if blend is not None:
+            check_passages(blend, int(tokens.size), scope, self.cache.layout)
         request = self._request(request_id, tokens, params, scope, priority)
+        if blend is not None and request.sparse is not None:
+            message = "passages cannot be reused where a kv_policy drops tokens: ask for {'name': 'none'}"
+            raise InvalidRequest(message, param="kv_policy")
         request.adapter = chosen
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._forker.sample(request, 0, TokenBuffer(tokens.copy())))
         self._requests[request_id] = request
+        if blend is not None:
+            self._prepare(request, blend)
         self._scheduler.add(request.samples[0])
+
+    def _prepare(self, request: Request, blend: BlendSpec) -> None:
+        """Have a request's passages computed before it is."""
+        spans = tuple(span for span in blend.spans if span.stop - span.start >= self.cache.block_size)
+        if not spans:
+            return
+        request.blend = BlendProgress(replace(blend, spans=spans), int(request.prompt.size))
+        for passage in self._passages.prepare(request):
+            self._requests[passage.request_id] = passage
+            self._scheduler.add(passage.samples[0])
 
     def _adapter(self, name: str) -> Adapter:
         if name not in self.adapters:
@@ -264,7 +288,10 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        return [self._end(request, FinishReason.ABORT)]
+        output = self._end(request, FinishReason.ABORT)
+        for passage in self._passages.orphans():
+            self._end(passage, FinishReason.ABORT)
+        return [output]
 
     def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
         deltas: dict[Sample, Delta] = {}
@@ -378,6 +405,9 @@ class EngineCore:
             deltas = self._forker.winners(request) if finished else []
         if finished:
             del self._requests[request.request_id]
+        if request.is_internal:
+            return RequestOutput(request.request_id, (), request.usage, finished)
+        if finished:
             stats = _request_stats(request)
             for observer in self.observers:
                 observer.on_finished(stats)
@@ -420,4 +450,6 @@ def _request_stats(request: Request) -> RequestStats:
         e2e_s=now - request.arrived_at,
         miss_reason=reason,
         num_restored_tokens=num_restored_tokens,
+        num_blends_raised=request.blend.num_raised if request.blend else 0,
+        num_blends_whole=request.blend.num_whole if request.blend else 0,
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import Adapters, adapted
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
@@ -169,7 +170,7 @@ class Engine:
                 self.max_model_len,
                 loaded.spec.max_context,
             )
-        self._runner = ModelRunner(loaded.decoder, pool)
+        self._runner = ModelRunner(loaded.decoder, pool, cache)
         self.core = EngineCore(
             self._runner,
             cache,
@@ -290,6 +291,7 @@ class Engine:
         *,
         scope: Scope = Scope(),
         adapter: str | None = None,
+        blends: Sequence[BlendSpec | None] = (),
         progress: bool = False,
     ) -> list[Generation]:
         """Generate for all prompts, batched; results are in the order of the prompts.
@@ -298,6 +300,7 @@ class Engine:
             prompts: texts, or lists of token ids; one of either is taken as a list of one.
             params: for all prompts, or one for each.
             adapter: the name of the adapter that answers them.
+            blends: each prompt's passages that may be reused wherever they stand; none if empty.
             progress: show a bar on a terminal.
 
         Raises:
@@ -308,6 +311,9 @@ class Engine:
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(texts):
             raise InvalidRequest(f"{len(each)} SamplingParams for {len(texts)} prompts", param="params")
+        of_each = list(blends) or [None] * len(texts)
+        if len(of_each) != len(texts):
+            raise InvalidRequest(f"{len(of_each)} BlendSpecs for {len(texts)} prompts", param="blends")
         each = [
             replace(one, continues_text=True) if isinstance(text, str) else one
             for one, text in zip(each, texts, strict=True)
@@ -320,8 +326,8 @@ class Engine:
         usage: dict[str, Usage] = {}
         sparse: dict[str, SparseReport | None] = {}
         try:
-            for name, prompt, one in zip(ids, tokens, each, strict=True):
-                self.core.add(name, prompt, one, scope=scope, adapter=adapter)
+            for name, prompt, one, blend in zip(ids, tokens, each, of_each, strict=True):
+                self.core.add(name, prompt, one, scope=scope, adapter=adapter, blend=blend)
             with _bar(len(ids), shown=progress) as advance:
                 while len(usage) < len(ids):
                     for output in self.core.step():

@@ -54,11 +54,17 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request so far. `num_hit_tokens` of the prompt came from the cache; the rest was computed."""
+    """Token counts of a request so far. `num_hit_tokens` of the prompt came from the cache, exactly.
+
+    Of its passages, `num_blended_tokens` are reused as they were computed alone, and `num_recomputed_tokens` were found
+    and computed anew. What is neither hit nor blended was computed.
+    """
 
     num_prompt_tokens: int
     num_hit_tokens: int
     num_output_tokens: int
+    num_blended_tokens: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,8 @@ class RequestStats:
 
     `prompt` is the request's own array: not to be written to. `miss_reason` says why not more of it hit, as far as that
     was known without looking into other scopes, and None if the request never ran. Of the tokens that hit,
-    `num_restored_tokens` came from tiers.
+    `num_restored_tokens` came from tiers. The guard of passages had more computed than was asked for in
+    `num_blends_raised` chunks of the prompt, in `num_blends_whole` of them all.
     """
 
     request_id: str
@@ -152,6 +159,8 @@ class RequestStats:
     e2e_s: float
     miss_reason: MissReason | None = None
     num_restored_tokens: int = 0
+    num_blends_raised: int = 0
+    num_blends_whole: int = 0
 
 
 class EngineObserver(Protocol):

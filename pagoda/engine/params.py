@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.blend.chunks import cut_passages as cut_passages
+from pagoda.blend.segments import DEFAULT_RATIO as DEFAULT_RATIO
+from pagoda.blend.segments import BlendSpec as BlendSpec
+from pagoda.blend.segments import Span as Span
 from pagoda.engine.kv_retention import KVRetention
 from pagoda.errors import InvalidRequest
 from pagoda.kv.lease import TierUse as TierUse

@@ -11,14 +11,15 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from pagoda.blend.progress import BlendProgress
 from pagoda.engine.beam import BeamState
 from pagoda.engine.outputs import Completion, FinishReason, LeaseOutcome, TokenLogprob, Usage
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
-from pagoda.kv.computing import PendingPrefix
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.observe import Explanation
@@ -61,6 +62,15 @@ class TokenBuffer:
         return TokenBuffer(self.view.copy())
 
 
+class Pending(Protocol):
+    """Something on its way that a waiting sample will read."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether waiting for it still makes sense."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Sample:
     """One output of a request: the unit that is scheduled.
@@ -76,7 +86,7 @@ class Sample:
     sampler: SamplerState
     text: OutputText
     lease: Lease | None = None
-    pending: PendingPrefix | None = None
+    pending: Pending | None = None
     was_preempted: bool = False
     finish_reason: FinishReason | None = None
     held: Completion | None = None
@@ -99,8 +109,10 @@ class Sample:
 
     def num_next(self, budget: int) -> int:
         """How many rows it may have in the next step, at most `budget`. The sample must be running."""
-        count = min(self.num_uncomputed, budget)
-        return count if self.sparse is None else min(count, self.sparse.limit(self.running_lease.num_computed_tokens))
+        count, position = min(self.num_uncomputed, budget), self.running_lease.num_computed_tokens
+        if self.request.blend is not None:
+            return self.request.blend.chunk(position, count)
+        return count if self.sparse is None else min(count, self.sparse.limit(position))
 
     def make_room(self) -> None:
         """Compress its KV, if that is due; raises OutOfBlocks. The sample must be running."""
@@ -136,6 +148,8 @@ class Request:
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
         is_announced: observers were told of it.
+        blend: its passages, where it has any.
+        is_internal: it computes a passage for another request, and nobody is told of it.
     """
 
     request_id: str
@@ -159,6 +173,8 @@ class Request:
     admitted_at: float | None = None
     token_times: list[float] = field(default_factory=list)
     is_announced: bool = False
+    blend: BlendProgress | None = None
+    is_internal: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -183,4 +199,7 @@ class Request:
             num_output_tokens = sum(sample.num_output_tokens for sample in self.samples)
         else:
             num_output_tokens = sum(len(ended.beam.tokens) for ended in self.beams.finished[: self.params.n])
-        return Usage(self.prompt.size, self.num_hit_tokens, num_output_tokens)
+        num_blended, num_recomputed = (self.blend.num_blended, self.blend.num_recomputed) if self.blend else (0, 0)
+        # What was hit may have been evicted while the request was preempted, and blended after: it counts as a hit.
+        num_blended = min(num_blended, self.prompt.size - self.num_hit_tokens)
+        return Usage(self.prompt.size, self.num_hit_tokens, num_output_tokens, num_blended, num_recomputed)

@@ -8,10 +8,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pagoda.engine.blending import Blender
 from pagoda.engine.scheduler import Rows
 from pagoda.engine.sparse_hook import sparse_hook
 from pagoda.errors import ConfigError
 from pagoda.kernels import KVView, Staging
+from pagoda.kv.cache import KVCache
 from pagoda.kv.formats import parse_format, plain_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
@@ -112,29 +114,52 @@ def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | No
 
 
 class ModelRunner:
-    """Runs a decoder on a pool; `decoder` may be replaced between steps, by one of the same shape."""
+    """Runs a decoder on a pool; `decoder` may be replaced between steps, by one of the same shape.
 
-    def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
+    With the `cache` that the pool belongs to, passages are reused.
+    """
+
+    def __init__(self, decoder: Decoder, pool: BlockPool, cache: KVCache | None = None) -> None:
         self.decoder = decoder
         self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
         self._staging = pool.staging if isinstance(pool, StagedPool) else None
         self._copies = None if self._staging is None else self._staging.copies
         self.kv = self._views()
+        self._blender = None if cache is None else Blender(cache, self.kv, self._group_of_layer, decoder.rotations)
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        device = self.decoder.device
         if self._staging is not None:
             self._staging.open(_written_blocks(plan, self._pool.layout.block_size, only_full=False))
             if self._copies is not self._staging.copies:
                 self._copies, self.kv = self._staging.copies, self._views()
-        batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
-        hook = sparse_hook(plan, self._group_of_layer)
-        logits = self.decoder.forward(batch, self.kv, self._group_of_layer, hook, adapters)
+        logits = self._forward(plan)
         if self._staging is not None:
             self._staging.close(_written_blocks(plan, self._pool.layout.block_size, only_full=True))
         return logits
+
+    def _forward(self, plan: Sequence[Rows]) -> torch.Tensor:
+        """The logits of a plan. A hook that drops rows and one that counts on them cannot steer the same pass."""
+        blended = [rows for rows in plan if rows.sample.request.blend is not None]
+        others = [rows for rows in plan if rows.sample.request.blend is None]
+        if not blended or not any(rows.sample.sparse is not None for rows in others):
+            return self._pass(plan)
+        of_part = [self._pass(blended), self._pass(others)]
+        place, order = [0, len(of_part[0])], []
+        for rows in plan:
+            if rows.needs_logits:
+                part = int(rows.sample.request.blend is None)
+                order.append(place[part])
+                place[part] += 1
+        return torch.cat(of_part)[order]
+
+    def _pass(self, plan: Sequence[Rows]) -> torch.Tensor:
+        device = self.decoder.device
+        batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
+        hook = self._blender.begin(plan, batch) if self._blender is not None else None
+        steered = hook or sparse_hook(plan, self._group_of_layer)
+        return self.decoder.forward(batch, self.kv, self._group_of_layer, steered, adapters)
 
     def _views(self) -> list[KVView]:
         return [self._view(layer) for layer in range(len(self._pool.layout.layers))]

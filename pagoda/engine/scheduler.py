@@ -140,8 +140,7 @@ class Scheduler:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""
         while True:
             try:
-                sample.make_room()
-                self._cache.reserve(sample.running_lease, count)
+                self._reserve(sample, count)
             except OutOfBlocks:
                 victim = self._victim(sample)
                 self._preempt(victim)
@@ -151,6 +150,14 @@ class Scheduler:
             else:
                 plan[sample] = count
                 return
+
+    def _reserve(self, sample: Sample, count: int) -> None:
+        """Reserve room for a sample's next tokens. Where they are blended, its blocks are its own from here on."""
+        lease, blend = sample.running_lease, sample.request.blend
+        if blend is not None and lease.num_computed_tokens >= blend.first:
+            self._cache.detach(lease)
+        sample.make_room()
+        self._cache.reserve(lease, count)
 
     def _victim(self, taker: Sample) -> Sample:
         """Whom to preempt for a sample: the newest of those whose blocks it may take.
@@ -212,8 +219,7 @@ class Scheduler:
         sample.lease = self._cache.acquire(tokens, scope, hit)
         count = sample.num_next(budget)
         try:
-            sample.make_room()
-            self._cache.reserve(sample.lease, count)
+            self._reserve(sample, count)
         except OutOfBlocks:
             self._release(sample)
             return False

@@ -172,6 +172,17 @@ class Books:
         num_idle = ids.size - int(np.count_nonzero(self._allocator.held(ids)))
         return Hit(match.num_tokens, int(ids.size), num_idle, match)
 
+    def find(self, tokens: TokenArray, scope: Scope) -> Match:
+        """What is cached of a whole sequence, its last token included. Mutates nothing."""
+        return self._tree.match(tokens, scope)
+
+    def use(self, tokens: TokenArray, scope: Scope) -> Match:
+        """What `find` finds, counted as a hit: of who copies it at once and holds nothing."""
+        match = self._tree.touch(self._tree.match(tokens, scope))
+        if match.num_tokens:
+            self._offer(int(match.blocks[0, -1]))
+        return match
+
     def pending(self, tokens: TokenArray, scope: Scope, num_hit_tokens: int) -> PendingPrefix | None:
         """The longest prefix beyond `num_hit_tokens` that a live lease is computing; None if there is none."""
         return self._computing.find(tokens, self._tree.lineages.of(tokens, scope), num_hit_tokens)

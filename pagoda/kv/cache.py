@@ -105,6 +105,11 @@ class KVCache(Compactor):
                 standing = directive.priority, lease.directives.ends(directive)
                 self._tree.prioritize(table.ids[start:stop], standing)
 
+    def detach(self, lease: Lease) -> None:
+        """Keep what a lease writes from now on to itself: nothing of it enters the tree or a tier."""
+        if not lease.is_detached:
+            self._detach(lease)
+
     def _copies_tail(self, match: Match) -> bool:
         """Whether a hit ends inside a block that the lease may not append to."""
         if match.num_tokens % self.block_size == 0:

@@ -88,6 +88,11 @@ class Decoder:
         )
         self._fused: dict[tuple[int, ...], FusedDecoder] = {}
 
+    @property
+    def rotations(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's cosines and sines by position, float32 `[max_context, head_dim / 2]`; layers share tables."""
+        return self._rotations
+
     @torch.inference_mode()
     def forward(
         self,
@@ -110,7 +115,7 @@ class Decoder:
             float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
         """
         spec = self.spec
-        shared = self._shared_prefixes(batch, kv[0]) if hook is None else [()] * len(batch.block_tables)
+        shared = self._shared_prefixes(batch, kv[0])
         if hook is None and adapters is None and self._can_fuse and not any(view.is_quantized for view in kv):
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
         hidden = self._embed(batch.token_ids) * self._embedding_scale
@@ -132,12 +137,15 @@ class Decoder:
                 window=spec.windows[index],
                 softcap=spec.attention_softcap,
                 need_mass=hook is not None and hook.needs_mass,
-                shared_prefixes=shared[group] if spec.windows[index] is None else (),
+                shared_prefixes=shared[group] if used is batch and spec.windows[index] is None else (),
             )
             attended = attention.out
             narrowed = hook.after_attention(index, batch, attention) if hook else None
             if narrowed:
                 batch = narrowed.batch
+                if not len(narrowed.rows):
+                    return torch.empty(0, spec.vocab_size, device=self.device)
+                shared = self._shared_prefixes(batch, kv[0])
                 attended, residual = attended[narrowed.rows], residual[narrowed.rows]
                 adapters = adapters.select(narrowed.rows) if adapters else None
             if index == spec.num_layers - 1:
@@ -193,7 +201,7 @@ class Decoder:
         return self._fused[group_of_layer]
 
     def _shared_prefixes(self, batch: ForwardBatch, view: KVView) -> list[tuple[SharedPrefix, ...]]:
-        """Per layer group, the requests that attend to common blocks together. A hook may change the tables."""
+        """Per layer group, the requests that attend to common blocks together."""
         if self.device.type != "cpu":
             return [()] * len(batch.block_tables)
         block_size = view.keys.shape[2]

@@ -28,6 +28,36 @@ class Narrowed:
     rows: torch.Tensor
     batch: ForwardBatch
 
+    @classmethod
+    def to(cls, batch: ForwardBatch, keep: torch.Tensor) -> Narrowed:
+        """Go on with the rows where `keep`, bool `[num_rows]`, is true: all whose logits are wanted must be among them.
+
+        Each run of adjacent rows of a request becomes a request.
+        """
+        rows = keep.nonzero()[:, 0]
+        counts = batch.query_start.diff()
+        request = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)[rows]
+        is_first = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        is_first[1:] = (rows.diff() != 1) | (request.diff() != 0)
+        first = is_first.nonzero()[:, 0]
+        starts = torch.cat((first, first.new_tensor([len(rows)])))
+        ends = starts[1:]
+        of_run = request[first]
+        # the last row of a request sees all its entries, each row before it one less
+        unseen = batch.query_start[of_run + 1] - 1 - rows[ends - 1]
+        place = keep.cumsum(0) - 1
+        narrowed = ForwardBatch(
+            token_ids=batch.token_ids[rows],
+            positions=batch.positions[rows],
+            query_start=starts.int(),
+            context_lens=(batch.context_lens[of_run] - unseen).int(),
+            block_tables=tuple(table[of_run] for table in batch.block_tables),
+            slot_mapping=tuple(slots[rows] for slots in batch.slot_mapping),
+            logits_rows=place[batch.logits_rows],
+            max_query_len=max((ends - first).tolist(), default=0),
+        )
+        return cls(rows, narrowed)
+
 
 class LayerHook(Protocol):
     """Called around every layer's attention; a hook that returns its input changes nothing."""

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda import __version__
+from pagoda.engine.params import DEFAULT_RATIO
 from pagoda.server.access_log import AccessLog
 from pagoda.server.admin import admin_router, lease_router
 from pagoda.server.anthropic import anthropic_router
@@ -27,6 +28,7 @@ from pagoda.server.metrics import Metrics
 from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import Prefiller
 from pagoda.server.openai import Served, openai_router
+from pagoda.server.passages import BlendDefaults
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
 from pagoda.server.token import TokenGuard
@@ -84,6 +86,7 @@ def create_app(
     prefill_next_turn: bool = False,
     kv_events: Mapping[str, int] | None = None,
     cluster_token: str | None = None,
+    blend: BlendDefaults = BlendDefaults(DEFAULT_RATIO),
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 10.0,
 ) -> FastAPI:
@@ -99,6 +102,7 @@ def create_app(
         prefill_next_turn: compute what a chat's next prompt will begin with as soon as the answer is there.
         kv_events: the ports where block events are, for /health to tell routers.
         cluster_token: if there is one, every request must have it: the server is a replica behind a router.
+        blend: how passages are reused where a request does not say.
         access_log, tracing: are told of every request, and closed when the engine has stopped.
         max_body_bytes: longer bodies are refused with 413.
         drain_s: how long streams may go on after the server was told to stop.
@@ -149,6 +153,7 @@ def create_app(
         ledger=accounts,
         prefiller=Prefiller(engine) if prefill_next_turn else None,
         tracing=tracing,
+        blend=blend,
     )
     for router in (
         openai_router(served, max_body_bytes),

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
 from pagoda.kv.keys import Scope
 
 __all__ = ["Backend", "BackendStats", "CacheAdmin", "Scope", "Tokenizer"]
@@ -106,6 +106,7 @@ class Backend(Protocol):
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
         adapter: str | None = None,
+        blend: BlendSpec | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
 

@@ -53,8 +53,12 @@ class Metrics:
         for reason in FinishReason:
             self._finished.labels(reason)
         self._sources = counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from", ("source",))
-        for source in ("device", "tiers", "computed"):
+        for source in ("device", "tiers", "blended", "computed"):
             self._sources.labels(source)
+        self._recomputed = counter("blend_recomputed_tokens", "Tokens of passages that were found and computed anew")
+        self._guarded = counter("blend_guarded", "Chunks of passages of which the guard had more computed", ("all",))
+        for whole in ("no", "yes"):
+            self._guarded.labels(whole)
         self._misses = counter("prefix_misses", "Requests that did not hit all they could, by why", ("reason",))
         self._missed_tokens = counter("prefix_missed_tokens", "Prompt tokens that did not hit, by why", ("reason",))
         for why in MissReason:
@@ -90,6 +94,9 @@ class Metrics:
         """Count a finished request."""
         self._finished.labels(stats.finish_reason).inc()
         self._count_prefix(stats)
+        self._recomputed.inc(stats.usage.num_recomputed_tokens)
+        self._guarded.labels("yes").inc(stats.num_blends_whole)
+        self._guarded.labels("no").inc(stats.num_blends_raised - stats.num_blends_whole)
         self._prompt_tokens.inc(stats.usage.num_prompt_tokens)
         self._generation_tokens.inc(stats.usage.num_output_tokens)
         self._queue.observe(stats.queue_s)
@@ -108,7 +115,8 @@ class Metrics:
         num_missed = stats.usage.num_prompt_tokens - num_hit
         self._sources.labels("device").inc(num_hit - num_restored)
         self._sources.labels("tiers").inc(num_restored)
-        self._sources.labels("computed").inc(num_missed)
+        self._sources.labels("blended").inc(stats.usage.num_blended_tokens)
+        self._sources.labels("computed").inc(num_missed - stats.usage.num_blended_tokens)
         if reason is not MissReason.NONE:
             self._misses.labels(reason).inc()
             self._missed_tokens.labels(reason).inc(num_missed)

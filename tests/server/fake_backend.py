@@ -30,7 +30,7 @@ from pagoda.engine.outputs import (
     TokenLogprob,
     Usage,
 )
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
 from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, RequestAborted
 from pagoda.kv.keys import Scope
 
@@ -193,6 +193,7 @@ class FakeBackend:
         priority: int = 0,
         leases: Sequence[LeaseSpec] = (),
         adapter: str | None = None,
+        blend: BlendSpec | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._draining:
             raise RequestAborted("the engine is stopping")
@@ -213,6 +214,7 @@ class FakeBackend:
                 "scope": scope,
                 "priority": priority,
                 "leases": leases,
+                "blend": blend,
             }
         )
         start = time.monotonic()
@@ -224,6 +226,9 @@ class FakeBackend:
         try:
             await self.held_back.wait()
             num_hit = self._match(scope, list(prompt))
+            spans = blend.spans if blend else ()
+            num_passage = sum(max(0, span.stop - max(span.start, num_hit)) for span in spans)
+            blended = (num_passage - num_passage // 4, num_passage // 4)
             for observer in self._observers:
                 observer.on_admitted(len(prompt), num_hit)
             samples = [_Sample(index, params, room) for index in range(params.n)]
@@ -234,7 +239,7 @@ class FakeBackend:
                 if self.failure is not None:
                     raise self.failure
                 deltas = tuple(s.abort() if self._kill else s.step() for s in running)
-                usage = Usage(len(prompt), num_hit, sum(s.num_tokens for s in samples))
+                usage = Usage(len(prompt), num_hit, sum(s.num_tokens for s in samples), *blended)
                 self._report_step(len(running))
                 finished = all(s.reason is not None for s in samples)
                 if finished:

@@ -7,7 +7,7 @@ with the same blocks up to there will share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from pagoda.engine.params import LeaseSpec
 from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import common_length
 from pagoda.server.anthropic.conversation import Conversation
-from pagoda.server.backend import Tokenizer
 from pagoda.server.ledger import written
 
 MAX_BREAKPOINTS = 4
@@ -78,15 +77,15 @@ def _ttl(control: Any, where: str) -> str:
     return str(ttl)
 
 
-def prefix_length(point: Breakpoint, prompt: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Tokens of the prompt up to a breakpoint."""
-    cut = tokenizer.encode(point.cut.render(tokenizer, add_generation_prompt=False), add_special_tokens=False)
-    return common_length(prompt, cut)
+def place_leases(
+    points: Sequence[Breakpoint], prompt: Sequence[int], encode: Callable[[Conversation], Sequence[int]]
+) -> tuple[LeaseSpec, ...]:
+    """What to ask of the engine; a breakpoint before which nothing is common asks for nothing.
 
-
-def place_leases(points: Sequence[Breakpoint], prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[LeaseSpec, ...]:
-    """What to ask of the engine; a breakpoint before which nothing is common asks for nothing."""
-    lengths = [(prefix_length(point, prompt, tokenizer), TTL_S[point.ttl]) for point in points]
+    Args:
+        encode: the tokens of a conversation, without a generation prompt.
+    """
+    lengths = [(common_length(prompt, encode(point.cut)), TTL_S[point.ttl]) for point in points]
     return tuple(LeaseSpec(length, ttl_s) for length, ttl_s in lengths if length)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Tokenizer
+from pagoda.server.passages import FIELD, Passages, is_marked
 
 Block = Mapping[str, Any]
 _UNREAD = ("thinking", "redacted_thinking")  # of earlier answers; Anthropic drops them too
@@ -38,6 +39,21 @@ class Conversation:
     turns: tuple[Turn, ...]
     start: tuple[Mapping[str, Any], ...] = ()
     start_tools: tuple[Mapping[str, Any], ...] = ()
+
+    def hiding(self, passages: Passages) -> Conversation:
+        """The same with the names of passages in their places."""
+
+        def hide(block: Block, role: str) -> Block:
+            if "text" not in block:
+                return block
+            shown = passages.hide(block["text"], marked=block.get(FIELD) is not None, role=role)
+            return {**block, "text": shown}
+
+        return replace(
+            self,
+            system=tuple(hide(block, "system") for block in self.system),
+            turns=tuple(Turn(turn.role, tuple(hide(block, turn.role) for block in turn.blocks)) for turn in self.turns),
+        )
 
     def after_tool(self, index: int) -> Conversation:
         """What precedes the end of a tool."""
@@ -133,6 +149,8 @@ def parse_conversation(tools: Sequence[Any], system: Any, messages: Sequence[Any
         if role not in ("user", "assistant"):
             raise InvalidRequest(f"{where}.role: must be 'user' or 'assistant'", param=where)
         blocks = _blocks(message.get("content"), f"{where}.content", role)
+        if is_marked(message, where):
+            blocks = tuple({**block, FIELD: message[FIELD]} for block in blocks)
         if turns and turns[-1].role == role:
             turns[-1] = Turn(role, (*turns[-1].blocks, *blocks))
         else:
@@ -160,6 +178,17 @@ def _tool(tool: Any, where: str) -> Block:
     return dict(tool)
 
 
+def _document(block: Block, where: str) -> str:
+    """The text of a document: its title and context, where it has them, and what it says."""
+    source = block.get("source")
+    if not isinstance(source, dict) or source.get("type") != "text":
+        raise InvalidRequest(f"{where}.source: only documents of plain text are supported", param=where)
+    parts = [block.get("title") or "", block.get("context") or "", source.get("data")]
+    if not all(isinstance(part, str) for part in parts) or not parts[-1]:
+        raise InvalidRequest(f"{where}: a document needs a source.data that is a non-empty string", param=where)
+    return "\n".join(part for part in parts if part)
+
+
 def _blocks(content: Any, where: str, role: str) -> tuple[Block, ...]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -171,6 +200,10 @@ def _blocks(content: Any, where: str, role: str) -> tuple[Block, ...]:
 
 def _block(block: Any, where: str, role: str) -> Block:
     kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(block, dict):
+        is_marked(block, where)  # or refuse
+    if kind == "document" and role in ("user", "tool"):
+        return {**block, "type": "text", "text": _document(block, where)}
     if kind == "text":
         if not isinstance(block.get("text"), str) or not block["text"]:
             raise InvalidRequest(f"{where}.text: text blocks must hold a non-empty string", param=where)

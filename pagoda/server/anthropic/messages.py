@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams, Span
 from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.anthropic.breakpoints import find_breakpoints, input_usage, place_leases
@@ -28,7 +28,8 @@ from pagoda.server.explain import about_cache
 from pagoda.server.leases import lease_report
 from pagoda.server.next_turn import NextTurn
 from pagoda.server.openai.cached import start_of
-from pagoda.server.openai.respond import Served, new_id
+from pagoda.server.openai.respond import Served, blend_usage, new_id
+from pagoda.server.passages import Passages
 from pagoda.server.stream import NamedEventStream, merge
 
 
@@ -44,9 +45,10 @@ class MessageJob:
     priority: int
     stream: bool
     leases: tuple[LeaseSpec, ...]
+    blend: BlendSpec | None
     num_breakpoints: int
     tokenizer: Tokenizer
-    next_turn: NextTurn
+    next_turn: NextTurn | None
 
 
 def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
@@ -61,7 +63,11 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
     tokenizer = served.engine.tokenizer
     conversation, salt = _conversation(served, namespace, request)
     points = find_breakpoints(conversation, request.cache_control)
-    prompt = _encode(conversation, tokenizer)
+
+    def encode(part: Conversation, add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
+        return _encode(part, served.blend.passages(request.blend), tokenizer, add_generation_prompt)
+
+    prompt, spans = encode(conversation, add_generation_prompt=True)
 
     def next_turn(answer: str) -> list[int]:
         said = [*conversation.messages, {"role": "assistant", "content": answer}]
@@ -75,10 +81,11 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
         scope=Scope(namespace, salt),
         priority=request.priority,
         stream=bool(request.stream),
-        leases=place_leases(points, prompt, tokenizer),
+        leases=place_leases(points, prompt, lambda cut: encode(cut)[0]),
+        blend=served.blend.spec(request.blend, spans),
         num_breakpoints=len(points),
         tokenizer=tokenizer,
-        next_turn=next_turn,
+        next_turn=None if spans else next_turn,  # blended KV is found by no next turn
     )
 
 
@@ -92,7 +99,8 @@ def count_tokens(served: Served, body: bytes, namespace: str) -> int:
     served.resolve(request.model)
     conversation, _ = _conversation(served, namespace, request)
     find_breakpoints(conversation, request.cache_control)
-    return len(_encode(conversation, served.engine.tokenizer))
+    passages = served.blend.passages(request.blend)
+    return len(_encode(conversation, passages, served.engine.tokenizer, add_generation_prompt=True)[0])
 
 
 def _conversation(served: Served, namespace: str, request: PromptFields) -> tuple[Conversation, str]:
@@ -107,9 +115,11 @@ def _conversation(served: Served, namespace: str, request: PromptFields) -> tupl
     return replace(conversation, start=tuple(start.messages), start_tools=tools), start.cache_salt
 
 
-def _encode(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
-    # The template writes the special tokens itself.
-    return tokenizer.encode(conversation.render(tokenizer, add_generation_prompt=True), add_special_tokens=False)
+def _encode(
+    conversation: Conversation, passages: Passages, tokenizer: Tokenizer, add_generation_prompt: bool
+) -> tuple[list[int], tuple[Span, ...]]:
+    shown = conversation.hiding(passages)
+    return passages.encode(shown.render(tokenizer, add_generation_prompt=add_generation_prompt), tokenizer)
 
 
 async def respond_message(request: Request, served: Served, job: MessageJob) -> Response:
@@ -130,6 +140,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
                 scope=job.scope,
                 priority=job.priority,
                 leases=job.leases,
+                blend=job.blend,
                 adapter=served.adapter(job.model),
                 next_turn=job.next_turn,
             )
@@ -183,7 +194,11 @@ def _report(job: MessageJob, outcomes: Sequence[LeaseOutcome]) -> list[dict[str,
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    return {**input_usage(output.usage, output.leases), "output_tokens": output.usage.num_output_tokens}
+    return {
+        **input_usage(output.usage, output.leases),
+        **{f"cache_{name}": count for name, count in blend_usage(output.usage).items()},
+        "output_tokens": output.usage.num_output_tokens,
+    }
 
 
 def _ending(end: Completion | Delta) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.faults import check_spelling, first_fault
 from pagoda.server.openai.schema import MAX_SALT_CHARS, OWN_FIELDS, Int32, KVPolicyField, StopString, TierOptions
+from pagoda.server.passages import BlendOptions
 
 # A known field that would change the answer if it were ignored -> the `type`s of it that ask for nothing special.
 _UNSUPPORTED: dict[str, tuple[str, ...]] = {
@@ -40,6 +41,7 @@ class PromptFields(BaseModel):
     # Beyond Anthropic's.
     cached_content: str | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    blend: BlendOptions | None = None
 
 
 class MessagesRequest(PromptFields):

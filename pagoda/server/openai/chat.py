@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagoda.engine.outputs import Completion, Delta, TokenLogprob
+from pagoda.engine.params import Span
 from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Scope, Tokenizer
@@ -14,6 +15,7 @@ from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import ChatRequest, validate
+from pagoda.server.passages import Passages, is_marked
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -37,16 +39,18 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
     start = start_of(served, namespace, request, request.tools)
     tools = start.tools if start.tools and request.tool_choice != "none" else None
 
-    def tokenize(messages: Sequence[Any], add_generation_prompt: bool = False) -> list[int]:
-        text = tokenizer.render_chat([*start.messages, *normalize_messages(messages)], tools, add_generation_prompt)
-        return tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+    def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
+        passages = served.blend.passages(request.blend)
+        said = [*start.messages, *normalize_messages(messages, passages)]
+        return passages.encode(tokenizer.render_chat(said, tools, add_generation_prompt), tokenizer)
 
     def next_turn(answer: str) -> list[int]:
         said = [*start.messages, *normalize_messages(request.messages), {"role": "assistant", "content": answer}]
         return stable_tokens(said, tools, tokenizer)
 
-    prompt = tokenize(request.messages, add_generation_prompt=True)
-    leases = place_marks(find_marks(request.messages), request.prompt_cache_options, prompt, tokenize)
+    prompt, spans = encode(request.messages, add_generation_prompt=True)
+    marks = find_marks(request.messages)
+    leases = place_marks(marks, request.prompt_cache_options, prompt, lambda messages: encode(messages)[0])
     job = Job(
         id=new_id("chatcmpl"),
         model=model,
@@ -57,23 +61,27 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         stream=bool(request.stream),
         include_usage=request.include_usage,
         leases=[[*request.leases(len(prompt)), *leases]],
-        next_turn=next_turn,
+        blends=[served.blend.spec(request.blend, spans)],
+        next_turn=None if spans else next_turn,  # what goes on from blended KV goes on from nothing that is cached
     )
     return job, ChatWording(tokenizer)
 
 
-def normalize_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Any], passages: Passages | None = None) -> list[dict[str, Any]]:
     """Messages as chat templates take them: text parts joined by newlines, `developer` as `system`.
+
+    Args:
+        passages: hides those that are marked, or found; without, they are text like any other.
 
     Raises:
         InvalidRequest: there are none, or one is malformed or holds other than text; `param` says which.
     """
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
-    return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_normalize(message, f"messages[{index}]", passages) for index, message in enumerate(messages)]
 
 
-def _normalize(message: Any, where: str) -> dict[str, Any]:
+def _normalize(message: Any, where: str, passages: Passages | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} must be an object", param=where)
     role = message.get("role")
@@ -86,7 +94,12 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role == "assistant" and tool_calls:
         content = ""
-    normal["content"] = _text(content, f"{where}.content")
+
+    def show(text: str, part: Mapping[str, Any], place: str) -> str:
+        marked = is_marked(message, where) or is_marked(part, place)
+        return text if passages is None else passages.hide(text, marked=marked, role=role)
+
+    normal["content"] = _text(content, f"{where}.content", show)
     for name in ("name", "tool_call_id"):
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
@@ -95,9 +108,9 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     return normal
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, show: Callable[[str, Mapping[str, Any], str], str]) -> str:
     if isinstance(content, str):
-        return content
+        return show(content, {}, where)
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{where} must be a string or a non-empty list of text parts", param=where)
     texts: list[str] = []
@@ -108,7 +121,7 @@ def _text(content: Any, where: str) -> str:
             raise InvalidRequest(f"{where}[{index}]: {shown[:200]}; this model takes text only", param=where)
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{where}[{index}].text must be a string", param=where)
-        texts.append(part["text"])
+        texts.append(show(part["text"], part, f"{where}[{index}]"))
     return "\n".join(texts)
 
 

@@ -32,6 +32,8 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     tokenizer = served.engine.tokenizer
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported: a prompt's own are not computed", param="echo")
+    if request.blend is not None:
+        raise InvalidRequest("blend is for messages: a raw prompt has no parts to be passages", param="blend")
     settings = request.sampling_params(
         tokenizer.vocab_size,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,

@@ -24,7 +24,7 @@ from pagoda.engine.outputs import (
     TokenLogprob,
     Usage,
 )
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import DEFAULT_RATIO, BlendSpec, LeaseSpec, SamplingParams
 from pagoda.errors import ModelNotFound, RequestAborted
 from pagoda.server.backend import Backend, Scope
 from pagoda.server.block_names import block_names, wants_block_names
@@ -35,6 +35,7 @@ from pagoda.server.ledger import Ledger, written
 from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
+from pagoda.server.passages import BlendDefaults
 from pagoda.server.stream import EventStream, merge
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Served:
     responses: ResponseStore = field(default_factory=ResponseStore)
     prefiller: Prefiller | None = None
     tracing: Tracing | None = None
+    blend: BlendDefaults = field(default_factory=lambda: BlendDefaults(DEFAULT_RATIO))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(
@@ -108,7 +110,8 @@ class Served:
 class Job:
     """What to run. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`.
 
-    `leases` are each prompt's. `next_turn` tells what a chat goes on from.
+    `leases` and `blends` are each prompt's; without `blends` none has passages.
+    `next_turn` tells what a chat goes on from.
     """
 
     id: str
@@ -120,6 +123,7 @@ class Job:
     stream: bool
     include_usage: bool
     leases: Sequence[Sequence[LeaseSpec]]
+    blends: Sequence[BlendSpec | None] = ()
     next_turn: NextTurn | None = None
 
 
@@ -161,6 +165,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
             scope=job.scope,
             priority=job.priority,
             leases=job.leases[index],
+            blend=job.blends[index] if job.blends else None,
             next_turn=job.next_turn,
             adapter=served.adapter(job.model),
         )
@@ -276,8 +281,18 @@ class _Frame:
             "prompt_tokens_details": {
                 "cached_tokens": sum(usage.num_hit_tokens for usage in usages),
                 "cache_write_tokens": num_written,
+                **blend_usage(*usages),
             },
         }
+
+
+def blend_usage(*usages: Usage) -> dict[str, int]:
+    """Of passages: prompt tokens reused as they were computed alone, and those found and computed anew."""
+    counts = {
+        "blended_tokens": sum(usage.num_blended_tokens for usage in usages),
+        "recomputed_tokens": sum(usage.num_recomputed_tokens for usage in usages),
+    }
+    return counts if any(counts.values()) else {}
 
 
 def finite(logprob: float) -> float:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from pagoda.engine.outputs import Completion, FinishReason, RequestOutput
-from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams, Span
 from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.block_names import block_names, wants_block_names
@@ -28,9 +28,10 @@ from pagoda.server.ledger import written
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
-from pagoda.server.openai.respond import Served, new_id
+from pagoda.server.openai.respond import Served, blend_usage, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
+from pagoda.server.passages import FIELD as PASSAGE
 from pagoda.server.stream import NamedEventStream, merge
 
 _UNSUPPORTED = ("background", "conversation", "include", "max_tool_calls", "prompt", "top_logprobs")
@@ -63,6 +64,7 @@ class ResponseJob:
     params: SamplingParams
     scope: Scope
     leases: tuple[LeaseSpec, ...]
+    blend: BlendSpec | None
 
 
 def prepare_response(served: Served, store: ResponseStore, body: bytes, namespace: str) -> ResponseJob:
@@ -92,13 +94,14 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     tools = start.tools if start.tools and fields.get("tool_choice") != "none" else None
 
-    def tokenize(messages: Sequence[Any], add_generation_prompt: bool = False) -> list[int]:
-        whole = [*system, *start.messages, *earlier, *normalize_messages(messages)]
-        text = tokenizer.render_chat(whole, tools, add_generation_prompt)
-        return tokenizer.encode(text, add_special_tokens=False)
+    def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
+        passages = served.blend.passages(request.blend)
+        whole = [*system, *start.messages, *earlier, *normalize_messages(messages, passages)]
+        return passages.encode(tokenizer.render_chat(whole, tools, add_generation_prompt), tokenizer)
 
-    prompt = tokenize(given, add_generation_prompt=True)
-    marked = place_marks(find_marks(given), request.prompt_cache_options, prompt, tokenize)
+    prompt, spans = encode(given, add_generation_prompt=True)
+    marks = find_marks(given)
+    marked = place_marks(marks, request.prompt_cache_options, prompt, lambda messages: encode(messages)[0])
     return ResponseJob(
         id=new_id("resp"),
         model=model,
@@ -109,6 +112,7 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         params=params,
         scope=Scope(namespace, start.cache_salt),
         leases=(*request.leases(len(prompt)), *marked),
+        blend=served.blend.spec(request.blend, spans),
     )
 
 
@@ -138,13 +142,15 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
         content = item.get("content")
-        return {"role": item.get("role"), "content": content if isinstance(content, str) else _parts(content, where)}
+        parts = content if isinstance(content, str) else _parts(content, where)
+        return {"role": item.get("role"), "content": parts, PASSAGE: item.get(PASSAGE)}
     if kind == "function_call":
         function = {name: item[name] for name in ("name", "arguments") if name in item}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        return {**output, PASSAGE: item.get(PASSAGE)}
     raise InvalidRequest(f"{where}: items of type {str(kind)[:100]!r} are not supported", param="input")
 
 
@@ -181,6 +187,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
                 scope=job.scope,
                 priority=job.request.priority,
                 leases=job.leases,
+                blend=job.blend,
                 adapter=served.adapter(job.model),
             )
         ]
@@ -275,6 +282,7 @@ class _Answer:
             "input_tokens_details": {
                 "cached_tokens": usage.num_hit_tokens,
                 "cache_write_tokens": sum(written(usage, self._output.leases).values()),
+                **blend_usage(usage),
             },
             "output_tokens": usage.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},

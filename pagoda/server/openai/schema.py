@@ -19,6 +19,7 @@ from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
 from pagoda.server.faults import check_spelling, first_fault
 from pagoda.server.openai.breakpoints import PromptCacheOptions
+from pagoda.server.passages import BlendOptions
 
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -56,7 +57,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # Fields beyond OpenAI's and Anthropic's whose loss would go unnoticed: a misspelt one is refused.
 OWN_FIELDS = (
-    *("cache_salt", "tiers", "cached_content", "kv_retention", "kv_policy"),
+    *("cache_salt", "tiers", "cached_content", "kv_retention", "kv_policy", "blend"),
     *("prompt_cache_retention", "prompt_cache_options"),
 )
 
@@ -152,6 +153,7 @@ class GenerationRequest(BaseModel):
     prompt_cache_options: PromptCacheOptions | None = None
     kv_retention: KVRetentionRequest | None = None
     kv_policy: KVPolicyField | None = None
+    blend: BlendOptions | None = None
 
     def leases(self, num_prompt_tokens: int) -> tuple[LeaseSpec, ...]:
         """What `prompt_cache_retention` asks for a prompt: only `24h` is more than every prompt gets."""

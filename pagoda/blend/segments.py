@@ -1,0 +1,47 @@
+"""BlendSpec: which parts of a prompt may be reused wherever they stand, and how much of them is computed anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from pagoda.errors import InvalidRequest
+
+DEFAULT_RATIO = 0.15
+DEFAULT_MAX_DEVIATION = 0.5
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop`, exclusive, of a prompt: one passage."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlendSpec:
+    """The passages of a prompt, in order, none overlapping another; empty ones are dropped.
+
+    `ratio` of the tokens that are found is computed anew: 0 reuses all as they are, 1 computes all. `max_deviation`
+    bounds what may be left wrong: see `pagoda.blend.select`.
+
+    Raises:
+        InvalidRequest: a number is out of range, or passages overlap.
+    """
+
+    spans: tuple[Span, ...]
+    ratio: float = DEFAULT_RATIO
+    max_deviation: float = DEFAULT_MAX_DEVIATION
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise InvalidRequest(f"the ratio must be between 0 and 1, got {self.ratio}", param="blend.ratio")
+        if not self.max_deviation >= 0:
+            message = f"max_deviation must be 0 or more, got {self.max_deviation}"
+            raise InvalidRequest(message, param="blend.max_deviation")
+        if any(span.start < 0 or span.stop < span.start for span in self.spans):
+            raise InvalidRequest("a passage must end where it begins, or after that", param="blend")
+        if any(one.stop > other.start for one, other in pairwise(self.spans)):
+            raise InvalidRequest("passages must be in order and must not overlap", param="blend")
+        object.__setattr__(self, "spans", tuple(span for span in self.spans if span.stop > span.start))

@@ -1,0 +1,57 @@
+"""What may be asked of blending, and what is noted of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.blend.progress import BlendProgress
+from pagoda.blend.segments import BlendSpec, Span
+from pagoda.blend.select import choose
+from pagoda.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratio": -0.1}, "ratio"),
+        ({"ratio": 1.1}, "ratio"),
+        ({"ratio": float("nan")}, "ratio"),
+        ({"max_deviation": -1.0}, "max_deviation"),
+        ({"max_deviation": float("nan")}, "max_deviation"),
+        ({"spans": (Span(4, 9), Span(8, 12))}, "overlap"),
+        ({"spans": (Span(8, 12), Span(0, 4))}, "in order"),
+        ({"spans": (Span(8, 4),)}, "end where it begins"),
+        ({"spans": (Span(-1, 4),)}, "end where it begins"),
+    ],
+)
+def test_bad_specs_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        BlendSpec(**{"spans": (Span(0, 4),), **changes})  # type: ignore[arg-type]
+
+
+def test_empty_passages_are_none() -> None:
+    assert BlendSpec((Span(3, 3), Span(3, 7), Span(7, 7))).spans == (Span(3, 7),)
+    assert BlendSpec(()).spans == ()
+
+
+def test_what_precedes_the_first_passage_is_a_chunk_of_its_own() -> None:
+    progress = BlendProgress(BlendSpec((Span(10, 20), Span(25, 30))), 40)
+    assert progress.chunk(0, 8) == 8
+    assert progress.chunk(0, 64) == 10
+    assert progress.chunk(8, 64) == 2
+    assert progress.chunk(10, 64) == 64
+    assert progress.chunk(27, 3) == 3
+
+
+def test_what_is_noted_twice_counts_once() -> None:
+    progress = BlendProgress(BlendSpec((Span(0, 10),)), 10)
+    half = choose(torch.arange(4.0), 0.5, float("inf"))
+    for _ in range(2):
+        progress.note(np.array([2, 3, 4, 5]), half)
+    assert (progress.num_blended, progress.num_recomputed) == (2, 2)
+    assert (progress.num_raised, progress.num_whole) == (0, 0)
+    progress.note(np.array([6, 7]), choose(torch.tensor([9.0, 9.0]), 0.0, 1.0))
+    assert (progress.num_blended, progress.num_recomputed) == (2, 4)
+    assert (progress.num_raised, progress.num_whole) == (1, 1)

@@ -1,0 +1,253 @@
+"""Passages marked in requests, found in long texts, and reused by the real engine wherever they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from pagoda.engine.params import DEFAULT_RATIO, Span
+from pagoda.errors import InvalidRequest
+from pagoda.server.passages import BlendDefaults, BlendOptions, Passages
+
+from .conftest import Live, run_server
+from .fake_backend import FakeBackend, FakeTokenizer
+from .test_cache_control import folder, serve
+
+__all__ = ["folder"]
+
+ANYWHERE = {"reuse": "anywhere"}
+TIDES = "The tide turns at six, and the harbour master writes it down in the book."
+BOATS = "Forty boats lie at the quay, and each of them has a number on its bow."
+
+
+def part(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **fields}
+
+
+def passage(text: str) -> dict[str, Any]:
+    return part(text, cache=ANYWHERE)
+
+
+async def chat(live: Live, *messages: Any, **extra: Any) -> Any:
+    return await live.client.chat.completions.create(
+        model="fake", max_tokens=2, messages=list(messages), extra_body=extra
+    )
+
+
+def found(live: Live) -> list[str]:
+    """The passages of the last request, as text."""
+    last = live.backend.seen[-1]
+    blend = last["blend"]
+    spans = blend.spans if blend else ()
+    return [live.backend.tokenizer.decode(last["prompt"][span.start : span.stop]) for span in spans]
+
+
+def rendered(*messages: dict[str, str]) -> list[int]:
+    tokenizer = FakeTokenizer()
+    return tokenizer.encode(tokenizer.render_chat(messages))
+
+
+async def test_marked_parts_are_passages_and_the_prompt_is_the_same(live: Live) -> None:
+    answer = await chat(
+        live,
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": [passage(TIDES), part("and"), passage(BOATS), part("How many?")]},
+    )
+    assert found(live) == [TIDES, BOATS]
+    text = "\n".join([TIDES, "and", BOATS, "How many?"])
+    assert live.backend.seen[-1]["prompt"] == rendered(
+        {"role": "system", "content": "Answer."}, {"role": "user", "content": text}
+    )
+    assert live.backend.seen[-1]["blend"].ratio == DEFAULT_RATIO
+    details = answer.usage.model_dump()["prompt_tokens_details"]
+    total = len(TIDES) + len(BOATS)
+    assert (details["blended_tokens"], details["recomputed_tokens"]) == (total - total // 4, total // 4)
+    assert details["cached_tokens"] == 0
+
+
+async def test_a_message_may_be_marked_whole(live: Live) -> None:
+    await chat(
+        live,
+        {"role": "system", "content": TIDES, "cache": ANYWHERE},
+        {"role": "user", "content": [part("One."), part("Two.")], "cache": ANYWHERE},
+    )
+    assert found(live) == [TIDES, "One.", "Two."]
+
+
+async def test_without_marks_nothing_is_blended_and_usage_says_nothing_of_it(live: Live) -> None:
+    answer = await chat(live, {"role": "user", "content": [part(TIDES)]}, blend={"ratio": 0.5})
+    assert live.backend.seen[-1]["blend"] is None
+    assert "blended_tokens" not in answer.usage.model_dump()["prompt_tokens_details"]
+
+
+async def test_options_reach_the_engine(live: Live) -> None:
+    await chat(live, {"role": "user", "content": [passage(TIDES)]}, blend={"ratio": 0.3, "max_deviation": 0.1})
+    blend = live.backend.seen[-1]["blend"]
+    assert (blend.ratio, blend.max_deviation) == (0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "extra", "param"),
+    [
+        ([part(TIDES, cache={"reuse": "never"})], {}, "messages[0].content[0].cache"),
+        ([part(TIDES, cache="anywhere")], {}, "messages[0].content[0].cache"),
+        ([part(TIDES, cache={"reuse": "anywhere", "ttl": 3})], {}, "messages[0].content[0].cache"),
+        ([passage(TIDES)], {"blend": {"ratio": 1.5}}, "blend.ratio"),
+        (TIDES, {"blend": {"ratio": -1.0}}, "blend.ratio"),
+        ([passage(TIDES)], {"blend": {"max_deviation": -1.0}}, "blend.max_deviation"),
+        ([passage(TIDES)], {"blend": {"ration": 0.5}}, "blend.ration"),
+        ([passage(TIDES)], {"blend": {"ratio": "much"}}, "blend.ratio"),
+        ([passage(TIDES)], {"blend": 0.5}, "blend"),
+        ([passage(TIDES)], {"blends": {"ratio": 0.5}}, "blends"),
+    ],
+)
+async def test_what_is_malformed_is_refused_by_name(live: Live, content: Any, extra: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(live, {"role": "user", "content": content}, **extra)
+    assert refused.value.param == param
+    assert not live.backend.seen
+
+
+async def test_a_mark_on_a_message_is_checked_too(live: Live) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(live, {"role": "user", "content": "x", "cache": {"reuse": 1}})
+    assert refused.value.param == "messages[0].cache"
+
+
+async def test_raw_prompts_have_no_passages(live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="no parts"):
+        await live.client.completions.create(model="fake", prompt="x", extra_body={"blend": {"auto": True}})
+
+
+async def test_the_operator_may_turn_cutting_on() -> None:
+    long = "".join(f"Paragraph {i} of the harbour book, with some words in it.\n\n" for i in range(100))
+    backend = FakeBackend(max_model_len=20000)
+    async with run_server(backend, blend=BlendDefaults(0.2, auto=True)) as live:
+        await chat(live, {"role": "system", "content": long}, {"role": "user", "content": long + "Now?"})
+        assert len(found(live)) > 1
+        assert "".join(found(live)) == long + "Now?"
+        assert backend.seen[-1]["blend"].ratio == 0.2
+        await chat(live, {"role": "user", "content": long}, blend={"auto": False})
+        assert backend.seen[-1]["blend"] is None
+    async with run_server(FakeBackend(max_model_len=20000)) as live:
+        await chat(live, {"role": "user", "content": long})
+        assert found(live) == []
+        await chat(live, {"role": "user", "content": long}, blend={"auto": True})
+        assert "".join(found(live)) == long
+
+
+async def test_responses_take_marks(live: Live) -> None:
+    content = [{"type": "input_text", "text": TIDES, "cache": ANYWHERE}, {"type": "input_text", "text": "When?"}]
+    given: Any = [{"role": "user", "content": content}, {"role": "user", "content": BOATS, "cache": ANYWHERE}]
+    answer = await live.client.responses.create(model="fake", input=given, extra_body={"blend": {"ratio": 0.1}})
+    assert found(live) == [TIDES, BOATS]
+    assert live.backend.seen[-1]["blend"].ratio == 0.1
+    assert answer.usage is not None
+    assert answer.usage.model_dump()["input_tokens_details"]["blended_tokens"] > 0
+
+
+async def test_messages_take_marks_on_blocks_messages_and_documents(live: Live) -> None:
+    document = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": BOATS},
+        "title": "The quay",
+        "cache": ANYWHERE,
+    }
+    messages: Any = [
+        {"role": "user", "content": [document, part("How many?")]},
+        {"role": "assistant", "content": "Forty."},
+        {"role": "user", "content": "And the tide?", "cache": ANYWHERE},
+    ]
+    async with anthropic.AsyncAnthropic(base_url=live.url, api_key="k", max_retries=0) as client:
+        system: Any = [passage(TIDES)]
+        answer = await client.messages.create(model="fake", max_tokens=2, system=system, messages=messages)
+        counted = await client.messages.count_tokens(model="fake", system=system, messages=messages)
+    assert found(live) == [TIDES, f"The quay\n{BOATS}", "And the tide?"]
+    assert counted.input_tokens == len(live.backend.seen[-1]["prompt"])
+    usage = answer.usage.model_dump()
+    total = sum(len(text) for text in found(live))
+    assert (usage["cache_blended_tokens"], usage["cache_recomputed_tokens"]) == (total - total // 4, total // 4)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        part(TIDES, cache={"reuse": "sometimes"}),
+        {"type": "document", "source": {"type": "url", "url": "https://example.org/x.pdf"}},
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": ""}},
+        {"type": "document", "source": {"type": "text", "data": "x"}, "title": 3},
+        {"type": "document"},
+    ],
+)
+async def test_malformed_blocks_are_refused(live: Live, block: Any) -> None:
+    async with anthropic.AsyncAnthropic(base_url=live.url, api_key="k", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError):
+            await client.messages.create(model="fake", max_tokens=2, messages=[{"role": "user", "content": [block]}])
+
+
+def test_joints_are_tokenized_apart() -> None:
+    class Pairs(FakeTokenizer):
+        """Two letters are one token, from the left."""
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
+
+    tokenizer = Pairs()
+    passages = Passages()
+    text = "a" + passages.hide("bcd", marked=True, role="user") + "e"
+    tokens, spans = passages.encode(text, tokenizer)
+    assert tokens == [*tokenizer.encode("a"), *tokenizer.encode("bcd"), *tokenizer.encode("e")]
+    assert spans == (Span(1, 3),)
+    assert tokens != tokenizer.encode("abcde")
+
+
+def test_passages_may_be_empty_repeated_dropped_or_look_like_names() -> None:
+    passages, tokenizer = Passages(), FakeTokenizer()
+    one, empty, _lost, name = (
+        passages.hide(text, marked=True, role="user") for text in (TIDES, "", "never shown", "\ue000abc.0\ue001")
+    )
+    tokens, spans = passages.encode(one + empty + "\ue000 x" + one + name, tokenizer)
+    assert tokenizer.decode(tokens) == TIDES + "\ue000 x" + TIDES + "\ue000abc.0\ue001"
+    assert [tokenizer.decode(tokens[s.start : s.stop]) for s in spans] == [TIDES, "", TIDES, "\ue000abc.0\ue001"]
+    assert BlendDefaults(0.1).spec(None, spans[1:2]) is None
+
+
+def test_a_template_that_changes_names_is_refused() -> None:
+    passages = Passages()
+    shown = passages.hide(TIDES, marked=True, role="user")
+    for changed in (shown.upper().replace("\ue000", ""), shown[:-1]):
+        with pytest.raises(InvalidRequest, match="template"):
+            passages.encode(changed, FakeTokenizer())
+
+
+def test_options_beat_defaults() -> None:
+    spec = BlendDefaults(0.2).spec(BlendOptions(ratio=0.0), (Span(0, 4),))
+    assert spec is not None
+    assert spec.ratio == 0.0
+
+
+@pytest.mark.parametrize("order", [(TIDES, BOATS), (BOATS, TIDES)])
+async def test_the_real_engine_reuses_passages_in_any_order(folder: Any, order: tuple[str, str]) -> None:
+    async with serve(folder, keys=False, kv_memory="1200KiB") as live:
+        usages = []
+        for texts in (order, order[::-1], order):
+            answer = await live.client.chat.completions.create(
+                model="tiny",
+                max_tokens=3,
+                messages=[
+                    {"role": "system", "content": "Answer in few words."},
+                    {"role": "user", "content": [*map(passage, texts), part("How many boats?")]},  # type: ignore[list-item]
+                ],
+                extra_body={"blend": {"ratio": 0.15, "max_deviation": 100.0}},
+            )
+            usages.append(answer.usage.model_dump()["prompt_tokens_details"])
+        assert all(usage["blended_tokens"] > 2 * usage["recomputed_tokens"] > 0 for usage in usages)
+        metrics = (await live.http.get("/metrics")).text
+        blended = sum(usage["blended_tokens"] for usage in usages)
+        assert f'pagoda_prompt_tokens_by_source_total{{source="blended"}} {float(blended)}' in metrics
+        recomputed = sum(usage["recomputed_tokens"] for usage in usages)
+        assert f"pagoda_blend_recomputed_tokens_total {float(recomputed)}" in metrics
+        assert 'pagoda_blend_guarded_total{all="no"} 0.0' in metrics
