@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 
 from pagoda import Engine, SamplingParams
 from pagoda.blend.segments import BlendSpec
+from pagoda.engine.kv_policy import parse_kv_policy
+from pagoda.engine.outputs import SparseReport
 from pagoda.kv.keys import Scope
 from pagoda.model.batch import ForwardBatch
 
@@ -36,6 +38,7 @@ class Forced:
         self._to_come: Iterator[int] = iter(())
         self._seen: list[torch.Tensor] = []
         self._names = itertools.count()
+        self.sparse: SparseReport | None = None
 
     def read(
         self,
@@ -45,6 +48,7 @@ class Forced:
         decode: bool,
         share: bool = False,
         blend: BlendSpec | None = None,
+        kv_policy: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Read `tokens`; yield the logits before each token from `start` on, in order.
 
@@ -54,6 +58,7 @@ class Forced:
             decode: one token at a time from `start` on, after a prompt of what is before.
             share: whether the prompt may hit what earlier calls left in the cache. In chunks it never does.
             blend: passages of the prompt, which must be cached already: one request runs at a time.
+            kv_policy: the request's; what it did is in `sparse` afterwards.
 
         Yields:
             Position of the first predicted token, and float32 `[n, vocab_size]` that predict it and those after it.
@@ -62,13 +67,16 @@ class Forced:
         prompt = tokens[:start] if decode else tokens[:-1]
         self._every_row, self._seen = not decode, []
         self._to_come = iter(tokens[start:] if decode else tokens[-1:])
-        params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True)
+        wish = None if kv_policy is None else parse_kv_policy(kv_policy)
+        params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True, kv_policy=wish)
+        self.sparse = None
         scope = Scope() if decode and share else Scope(salt=name)
         self.engine.core.add(name, list(prompt), params, scope=scope, blend=blend)
         position = start if decode else 1
         try:
             while self.engine.core.has_work:
-                self.engine.core.step()
+                for output in self.engine.core.step():
+                    self.sparse = output.sparse
                 for logits in self._seen:
                     skipped = max(0, start - position)
                     if len(logits) > skipped:

@@ -161,6 +161,16 @@ KvPolicy = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+HostMemory = Annotated[
+    str,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        callback=_check_size,
+        help="Most memory for KV that infinigen and quest recall; it is taken as it is needed.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 Eviction = Annotated[
     str,
     typer.Option(

@@ -71,6 +71,7 @@ def serve(
     audit: options.Audit = 0.0,
     eviction: options.Eviction = "reuse",
     kv_policy: options.KvPolicy = None,
+    host_memory: options.HostMemory = "1GiB",
     queue_policy: Annotated[
         QueuePolicy,
         typer.Option(
@@ -213,6 +214,7 @@ def serve(
             lease_share=lease_share,
             eviction=eviction,
             kv_policy=kv_policy,
+            host_memory=host_memory,
             tiers=tier or (),
             secret=secret,
             tenants={} if keys is None else keys.specs,

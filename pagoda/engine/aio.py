@@ -42,6 +42,7 @@ class EngineStats:
     """A snapshot. `num_free_blocks + num_held_blocks + num_cached_blocks == num_blocks`.
 
     `num_leased_blocks` are under a lease, whether a request holds them too or not; `lease_limit_blocks` bounds them.
+    `host_bytes` are held in host memory for what may be recalled, and `fetched_bytes` came from there so far.
     """
 
     num_blocks: int
@@ -55,6 +56,8 @@ class EngineStats:
     block_size: int
     num_running: int
     num_waiting: int
+    host_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 class AsyncEngine:
@@ -309,7 +312,8 @@ class AsyncEngine:
         self._deliver([(name, error) for name in list(self._streams)])
 
     def _snapshot(self) -> EngineStats:
-        cache = self._core.cache
+        cache, sparsity = self._core.cache, self._core.sparsity
+        recall = None if sparsity is None else sparsity.memory.recall
         return EngineStats(
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
@@ -322,4 +326,6 @@ class AsyncEngine:
             block_size=cache.block_size,
             num_running=self._core.num_running,
             num_waiting=self._core.num_waiting,
+            host_bytes=0 if recall is None else recall.host.num_held_bytes,
+            fetched_bytes=0 if recall is None else recall.host.num_fetched_bytes,
         )

@@ -22,6 +22,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import make_pool, safe_kv_memory
 from pagoda.engine.outputs import Completion, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
+from pagoda.engine.recall import recall_memory
 from pagoda.engine.runner import ModelRunner, layout_for
 from pagoda.engine.sparse import Sparsity
 from pagoda.engine.tenants import TenantSpec
@@ -108,6 +109,7 @@ class Engine:
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         kv_policy: what requests that do not say it drop of their KV, such as `h2o:budget=512`; None: nothing.
         num_engines: engines that start together on this machine: what is available to one is its part.
+        host_memory: most memory for KV that `infinigen` and `quest` recall, taken as needed; None: no such requests.
         progress: show bars for slow steps, on a terminal.
 
     Raises:
@@ -139,6 +141,7 @@ class Engine:
         tier_key: str | None = None,
         kv_policy: str | Mapping[str, Any] | None = None,
         num_engines: int = 1,
+        host_memory: int | str | None = "1GiB",
         progress: bool = True,
     ) -> None:
         default = default_policy(kv_policy)
@@ -181,7 +184,8 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         frequencies = [rope.frequencies(loaded.spec.head_dim) for rope in loaded.spec.ropes]
-        memory = SparseMemory(layout, self._runner.kv, frequencies, loaded.spec.max_context)
+        recall = recall_memory(self._runner, loaded, layout, host_memory)
+        memory = SparseMemory(layout, self._runner.kv, frequencies, loaded.spec.max_context, recall)
         self.core.sparsity = Sparsity(cache, memory, token_budget, default)
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:

@@ -16,6 +16,7 @@ from pagoda.engine.scheduler import Rows
 from pagoda.kernels import AttentionOutput
 from pagoda.model.batch import ForwardBatch
 from pagoda.sparse.base import Place, SparseSequence
+from pagoda.sparse.recall_sequence import RecallingSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,19 @@ def sparse_hook(plan: Sequence[Rows], group_of_layer: Sequence[int]) -> SparseHo
 
 
 class SparseHook:
-    """See LayerHook. Each sparse request's sequence sees its own rows."""
+    """See LayerInputHook. Each sparse request's sequence sees its own rows."""
 
     def __init__(self, members: Sequence[_Member], group_of_layer: Sequence[int]) -> None:
         self.needs_mass = any(each.sequence.wants_mass(each.start, each.stop) for each in members)
         self._members = members
         self._group_of_layer = group_of_layer
         self._lens: dict[int, int] = {}  # of the members in the layer that is being computed
+
+    def before_layer(self, layer: int, residual: torch.Tensor, batch: ForwardBatch) -> None:
+        """Let those that recall KV fetch what is needed next."""
+        for each in self._members:
+            if isinstance(each.sequence, RecallingSequence):
+                each.sequence.before_layer(layer, residual[each.rows], each.sample.running_lease, each.start)
 
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch

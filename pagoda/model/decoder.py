@@ -33,7 +33,7 @@ from pagoda.kernels import (
     silu_mul,
 )
 from pagoda.model.batch import ForwardBatch
-from pagoda.model.hooks import LayerHook
+from pagoda.model.hooks import LayerHook, LayerInputHook
 from pagoda.model.lora import AdapterRows
 from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec
@@ -120,8 +120,11 @@ class Decoder:
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
         hidden = self._embed(batch.token_ids) * self._embedding_scale
         residual = torch.zeros_like(hidden)
+        input_hook = hook if isinstance(hook, LayerInputHook) else None
         for index, layer in enumerate(self.weights.layers):
             normed, residual = add_rms_norm(hidden, residual, layer.input_norm, spec.norm_eps)
+            if input_hook:
+                input_hook.before_layer(index, residual, batch)
             q, k, v = self._project(index, normed, adapters)
             group = group_of_layer[index]
             used = hook.before_attention(index, q, k, v, batch) if hook else batch
@@ -209,6 +212,19 @@ class Decoder:
             find_shared_prefixes(table, batch.query_start, batch.context_lens, block_size)
             for table in batch.block_tables
         ]
+
+    def queries(self, layer: int, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The rotated queries `[rows, num_heads, head_dim]` that a layer makes of its input, adapters left out.
+
+        Args:
+            residual: the residual stream `[rows, hidden_size]`, of this layer or, as a forecast, of an earlier one.
+            positions: int64 `[rows]`.
+        """
+        normed = rms_norm(residual, self.weights.layers[layer].input_norm, self.spec.norm_eps)
+        q, _, _ = self._project(layer, normed, None)
+        cos, sin = (table[positions, None] for table in self._rotations[layer])
+        first, second = q.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
 
     def _project(
         self, index: int, x: torch.Tensor, adapters: AdapterRows | None

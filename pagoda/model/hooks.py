@@ -1,14 +1,14 @@
 """LayerHook: how sparse attention, blending and adapters look into, and steer, the decoder's loop over layers.
 
-qkv ── before_attention ── rotate and write KV ── attend ── after_attention ── project, MLP ── next layer
-           │                                                     │
-           └ which KV this layer writes and reads                └ which rows go on
+before_layer ── qkv ── before_attention ── rotate, write KV ── attend ── after_attention ── project, MLP ── next layer
+     │                        │                                                 │
+     └ looks ahead            └ which KV this layer writes and reads            └ which rows go on
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -81,4 +81,16 @@ class LayerHook(Protocol):
 
     def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> Narrowed | None:
         """See a layer's attention output; return the rows that go on, or None for all of them."""
+        ...
+
+
+@runtime_checkable
+class LayerInputHook(LayerHook, Protocol):
+    """A hook that also sees what each layer is given, before anything is made of it."""
+
+    def before_layer(self, layer: int, residual: torch.Tensor, batch: ForwardBatch) -> None:
+        """See a layer's input, the residual stream `[rows, hidden_size]`, before its norm.
+
+        `Decoder.queries` says what this or a later layer would ask with it.
+        """
         ...

@@ -69,6 +69,10 @@ class BackendStats(Protocol):
     def num_running(self) -> int: ...  # noqa: D102
     @property
     def num_waiting(self) -> int: ...  # noqa: D102
+    @property
+    def host_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def fetched_bytes(self) -> int: ...  # noqa: D102
 
 
 class Backend(Protocol):

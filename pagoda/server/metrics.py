@@ -155,5 +155,7 @@ class _EngineGauges(Collector):
         yield GaugeMetricFamily(
             "pagoda_kv_usage_ratio", "Share of KV blocks that running requests and leases hold", usage
         )
+        yield GaugeMetricFamily("pagoda_sparse_host_bytes", "Host memory that holds KV to recall", stats.host_bytes)
+        yield CounterMetricFamily("pagoda_sparse_fetched_bytes", "KV that was recalled", stats.fetched_bytes)
         yield GaugeMetricFamily("pagoda_requests_running", "Requests being computed", stats.num_running)
         yield GaugeMetricFamily("pagoda_requests_waiting", "Requests in the queue", stats.num_waiting)

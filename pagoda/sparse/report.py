@@ -17,7 +17,9 @@ class SparseReport:
         num_blocks: blocks of the pool that the request held after the last compaction.
         num_returned_blocks: blocks that all compactions together gave back to the pool.
         returned_bytes: the bytes of those.
-        host_bytes: bytes outside the pool that hold what may be recalled.
+        host_bytes: bytes of host memory that hold what may be recalled.
+        sketch_bytes: bytes on the device, outside the pool, that tell what of it matters.
+        fetched_bytes: bytes that came from host memory.
     """
 
     policy: str
@@ -28,3 +30,5 @@ class SparseReport:
     num_returned_blocks: int
     returned_bytes: int
     host_bytes: int = 0
+    sketch_bytes: int = 0
+    fetched_bytes: int = 0

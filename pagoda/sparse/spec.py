@@ -10,11 +10,15 @@ from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.sizes import parse_size
 from pagoda.sparse.base import SparsePolicy
 from pagoda.sparse.h2o import H2O
+from pagoda.sparse.infinigen import InfiniGen
 from pagoda.sparse.pyramid import Pyramid
+from pagoda.sparse.quest import Quest
 from pagoda.sparse.snapkv import SnapKV
 from pagoda.sparse.streaming import Streaming
 
-POLICIES: Mapping[str, type[SparsePolicy]] = {each.name: each for each in (Streaming, H2O, SnapKV, Pyramid)}
+POLICIES: Mapping[str, type[SparsePolicy]] = {
+    each.name: each for each in (Streaming, H2O, SnapKV, Pyramid, Quest, InfiniGen)
+}
 FIT = "fit"
 
 

@@ -17,6 +17,7 @@ import torch
 from pagoda.kernels import KVView
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.layout import KVLayout
+from pagoda.sparse.host import RecallMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class SparseMemory:
         views: one per layer, of all blocks.
         frequencies: per layer, radians per position of each pair of dimensions, float32 `[head_dim / 2]`.
         max_positions: rotary positions that the model can compute with.
+        recall: what recalling policies need; None: there are none.
     """
 
     layout: KVLayout
     views: Sequence[KVView]
     frequencies: Sequence[torch.Tensor]
     max_positions: int
+    recall: RecallMemory | None = None
 
     @property
     def full_layers(self) -> list[int]:
@@ -71,14 +74,14 @@ class SparseMemory:
         ids = torch.from_numpy(table.astype(np.int64)).to(entries.device)
         return ids[entries // size], entries % size
 
-    def move(self, layer: int, old: BlockIds, new: BlockIds, keep: torch.Tensor) -> None:
-        """Let entry `i` of head `h` in table `new` be what entry `keep[h, i]` is in table `old`. Mutates the pool.
+    def move(self, layer: int, old: BlockIds, new: BlockIds, keep: torch.Tensor, first: int = 0) -> None:
+        """Let entry `first + i` of head `h` in table `new` be what entry `keep[h, i]` is in `old`. Mutates the pool.
 
         The tables may have blocks in common: all is read before anything is written.
         """
         keys, values = self.keys(layer, old, keep), self.values(layer, old, keep)
-        self._scatter(self.views[layer].keys, new, 0, keys)
-        self._scatter(self.views[layer].values, new, 0, values)
+        self._scatter(self.views[layer].keys, new, first, keys)
+        self._scatter(self.views[layer].values, new, first, values)
 
     def turned(self, layer: int, keys: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
         """Keys turned by so many rotary positions, in float32.

@@ -214,3 +214,36 @@ def test_requests_on_one_prefix_attend_to_it_together(pair):
     got = decoder.forward(batch, run.kv, run.group_of_layer).split(3)
     for ending, logits in zip(endings, got, strict=True):
         assert (logits - reference_logits(model, prompt + ending)[24:]).abs().max() < TOLERANCE
+
+
+class AsksAhead:
+    """Notes what `Decoder.queries` says of each layer's input, and the queries that the layer really has."""
+
+    needs_mass = False
+
+    def __init__(self, decoder: Decoder, run: PagedRun) -> None:
+        self.decoder, self.run = decoder, run
+        self.foretold: list[torch.Tensor] = []
+        self.real: list[torch.Tensor] = []
+
+    def before_layer(self, layer, residual, batch):
+        self.foretold.append(self.decoder.queries(layer, residual, batch.positions))
+
+    def before_attention(self, layer, q, k, v, batch):
+        cos, sin = (table[batch.positions, None] for table in self.decoder._rotations[layer])
+        first, second = q.chunk(2, dim=-1)
+        self.real.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        return batch
+
+    def after_attention(self, layer, batch, output):
+        return None
+
+
+def test_queries_are_those_that_a_layer_makes_of_its_input(pair):
+    _, decoder = pair
+    run, ids = PagedRun(decoder), tokens(9)
+    hook = AsksAhead(decoder, run)
+    run.step([(run.add(ids), 9)], hook)
+    assert len(hook.foretold) == decoder.spec.num_layers
+    for foretold, real in zip(hook.foretold, hook.real, strict=True):
+        torch.testing.assert_close(foretold, real, rtol=1e-4, atol=1e-4)

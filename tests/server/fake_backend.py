@@ -92,6 +92,8 @@ class FakeStats:
     lease_limit_blocks: int = 500
     num_leases: int = 2
     num_leases_refused: int = 1
+    host_bytes: int = 4096
+    fetched_bytes: int = 512
 
 
 class FakeAdmin:

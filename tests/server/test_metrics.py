@@ -54,6 +54,7 @@ async def test_gauges_are_read_at_the_scrape(live: Live) -> None:
     assert idle["pagoda_kv_blocks{state=free}"] == 1000
     leases = "leased_blocks", "lease_limit_blocks", "leases", "leases_refused_total"
     assert [idle[f"pagoda_kv_{name}"] for name in leases] == [3, 500, 2, 1]
+    assert [idle[f"pagoda_sparse_{name}"] for name in ("host_bytes", "fetched_bytes_total")] == [4096, 512]
     live.backend.held_back.clear()
     pending = asyncio.create_task(live.http.post("/v1/completions", json={"prompt": "x" * 20}))
     while not live.backend.live:

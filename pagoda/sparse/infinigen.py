@@ -1,0 +1,62 @@
+"""InfiniGen: each layer's tokens are foretold one layer ahead and fetched from host memory; nothing is lost.
+
+Lee et al., OSDI 2024, arXiv:2406.19707. The residual stream changes little from one layer to the next, so the next
+layer's queries can be made of this layer's input. Against part of each key, skewed so that the part carries most of a
+score, they say which tokens the next layer will look at: those that score within `alpha` of the best. While this layer
+computes, those are on their way.
+
+Unlike in the paper, each KV head has a choice of its own, and tokens stay in their places until better ones come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pagoda.sparse.host import RecallMemory
+from pagoda.sparse.recall import Sketch
+from pagoda.sparse.recalling import Recalling
+from pagoda.sparse.skew import Skew
+
+
+@dataclass(frozen=True, slots=True)
+class InfiniGen(Recalling):
+    """What scores within `alpha` of the best is fetched; a `part` of each key's width stays on the device.
+
+    Both defaults are the paper's for models of this kind.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    looks_ahead: ClassVar[bool] = True
+    alpha: float = 5.0
+    part: float = 0.3
+
+    def __post_init__(self) -> None:
+        self.check(isinstance(self.alpha, int | float) and self.alpha >= 0, "alpha", "must be 0 or more")
+        self.check(isinstance(self.part, int | float) and 0 < self.part <= 1, "part", "must be above 0 and at most 1")
+        Recalling.__post_init__(self)
+
+    def sketch(self, head_dim: int, recall: RecallMemory) -> Sketch:
+        """See Recalling."""
+        return PartialKeys(recall.skew(max(1, round(self.part * head_dim))), float(self.alpha))
+
+
+class PartialKeys:
+    """The first columns of skewed keys, one sketch a token."""
+
+    unit = 1
+
+    def __init__(self, skew: Skew, alpha: float) -> None:
+        self.width = skew.keys.shape[-1]
+        self.alpha = alpha
+        self._skew = skew
+
+    def of_keys(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """See Sketch."""
+        return keys.float() @ self._skew.keys[layer]
+
+    def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """See Sketch."""
+        return queries.float() @ self._skew.queries[layer]

@@ -1,0 +1,200 @@
+"""Recall: a request whose KV is all in host memory, and whose next tokens see what of it matters to them.
+
+    host pool        every token's keys and values
+    device           | places: what was fetched, its own choice for each layer and KV head | recent tokens |
+    sketches         a few numbers for every unit of tokens, for each layer and KV head; with them the device scores
+                     what it does not have
+
+Before a layer attends, units that score well and are not in a place are copied over those there that score worst. What
+is in the places is attended to whether it was asked for now or earlier, so that a unit crosses once for all the steps
+in a row that need it. A policy is its sketch: InfiniGen's is part of each key, Quest's the bounds of a block's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pagoda.kernels import KVView
+from pagoda.sparse.host import HostPool
+
+
+class Sketch(Protocol):
+    """What is kept of keys to score them by, against what is made of a query: their product is the score.
+
+    Attributes:
+        unit: tokens that are scored and fetched together.
+        width: numbers kept for each unit.
+        alpha: how far below the best score of a query a unit is still fetched.
+    """
+
+    unit: int
+    width: int
+    alpha: float
+
+    def of_keys(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """From rotated keys `[num_kv_heads, units * unit, head_dim]`, `[num_kv_heads, units, width]`."""
+        ...
+
+    def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """From scaled, rotated queries `[num_kv_heads, group, head_dim]`, `[num_kv_heads, group, width]`."""
+        ...
+
+
+def margins(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """How far each unit's score is below the best one of the query that wants it most; 0 is the best.
+
+    Args:
+        queries: sketches of one row's queries, `[num_kv_heads, group, width]`.
+        keys: sketches of units, `[num_kv_heads, units, width]`.
+
+    Returns:
+        float32 `[num_kv_heads, units]`.
+    """
+    scores = (queries.to(keys.dtype) @ keys.mT).float()
+    return (scores - scores.amax(-1, keepdim=True)).amax(1)
+
+
+def swaps(
+    margin: torch.Tensor, resident: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which units to fetch, and over which resident ones: for each KV head, the best absent ones over the worst there.
+
+    Args:
+        margin: `[num_kv_heads, units]`.
+        resident: the unit in each place, int64 `[num_kv_heads, places]`.
+        alpha: what is further below the best than this stays where it is.
+
+    Returns:
+        KV heads, places and units, int64, one of each for every unit that is fetched.
+    """
+    absent = margin.scatter(1, resident, -torch.inf)
+    most = min(int((absent >= -alpha).sum(1).max()), resident.shape[1])
+    best, units = absent.topk(most, dim=1)
+    worst, places = margin.gather(1, resident).topk(most, dim=1, largest=False)
+    heads, rank = ((best >= -alpha) & (best > worst)).nonzero(as_tuple=True)
+    return heads, places[heads, rank], units[heads, rank]
+
+
+class RecalledKV:
+    """One request's KV in host memory, and which of it is on the device. Not thread-safe; `close` it.
+
+    The first `places * unit` entries of the request's block table are the places; a unit's tokens lie there in order.
+
+    Args:
+        host: where the KV goes; its blocks are the request's until `close`.
+        layers: those whose KV it is, as many as the host pool has.
+        scale: what the model multiplies scores by.
+
+    Attributes:
+        num_tokens: tokens in host memory.
+        num_units: units that are fetched from there; later tokens are on the device anyway.
+        resident: per layer, the unit in each place, int64 `[num_kv_heads, places]`.
+        num_fetched: pairs of token and KV head that were fetched, over all layers.
+    """
+
+    def __init__(self, sketch: Sketch, host: HostPool, layers: Sequence[int], scale: float) -> None:
+        self.sketch = sketch
+        self.num_tokens = 0
+        self.num_units = 0
+        self.num_fetched = 0
+        self._host = host
+        self._scale = scale
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._at = {layer: index for index, layer in enumerate(layers)}
+        self._sketches: dict[int, torch.Tensor] = {}
+        self._num_sketched = dict.fromkeys(layers, 0)
+        self.resident: dict[int, torch.Tensor] = {}
+
+    @property
+    def num_sketch_bytes(self) -> int:
+        """Bytes of sketches on the device, what is reserved for later tokens included."""
+        return sum(each.nbytes for each in self._sketches.values())
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """Bytes that came from host memory."""
+        return self.num_fetched * self._host.bytes_per_entry
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Bytes of host memory that the request holds."""
+        return self._slots.numel() * self._host.bytes_per_token
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room in host memory for so many tokens in all.
+
+        Raises:
+            OutOfBlocks: there is none; nothing changed.
+        """
+        missing = num_tokens - self._slots.numel()
+        if missing > 0:
+            self._slots = torch.cat([self._slots, self._host.allocate(missing)])
+
+    def append(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store a layer's keys and values `[num_kv_heads, n, head_dim]` of the tokens from `start` on, and sketch them.
+
+        All tokens before have been stored, and there is room for these.
+        """
+        stop = start + keys.shape[1]
+        self._host.write(self._at[layer], self._slots[start:stop], keys, values)
+        self.num_tokens = stop
+        unit, first = self.sketch.unit, self._num_sketched[layer]
+        last = stop // unit
+        if last > first:
+            whole = self._host.keys(self._at[layer], self._slots[first * unit : last * unit]).to(keys.device)
+            self._note(layer, first, self.sketch.of_keys(layer, whole).to(keys.dtype))
+
+    def _note(self, layer: int, first: int, new: torch.Tensor) -> None:
+        last = first + new.shape[1]
+        known = self._sketches.get(layer)
+        if known is None or known.shape[1] < last:
+            grown = new.new_empty(new.shape[0], last + last // 4, new.shape[2])
+            if known is not None:
+                grown[:, :first] = known[:, :first]
+            self._sketches[layer] = known = grown
+        known[:, first:last] = new
+        self._num_sketched[layer] = last
+
+    def place(self, units: torch.Tensor) -> None:
+        """Say which units are in the places of every layer, int64 `[num_kv_heads, places]`."""
+        self.resident = {layer: units.clone() for layer in self._at}
+
+    def margins(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """What `margins` gives for one row's rotated queries `[num_heads, head_dim]` and all units that are fetched."""
+        known = self._sketches[layer]
+        grouped = queries.view(known.shape[0], -1, queries.shape[-1]).float() * self._scale
+        sketched = known[:, : self._num_sketched[layer]]
+        return margins(self.sketch.of_queries(layer, grouped), sketched)[:, : self.num_units]
+
+    def fetch(self, layer: int, queries: torch.Tensor, view: KVView, table: torch.Tensor) -> None:
+        """Bring what these queries need into the layer's places.
+
+        Args:
+            queries: one row's, rotated, `[num_heads, head_dim]`.
+            view: the layer's keys and values in the pool. Mutates the blocks of the places.
+            table: the request's block ids, int64.
+        """
+        resident = self.resident[layer]
+        heads, places, units = swaps(self.margins(layer, queries), resident, self.sketch.alpha)
+        if not heads.numel():
+            return
+        offsets = torch.arange(self.sketch.unit, device=units.device)
+        tokens = (units[:, None] * self.sketch.unit + offsets).flatten()
+        entries = (places[:, None] * self.sketch.unit + offsets).flatten()
+        repeated = heads.repeat_interleave(self.sketch.unit)
+        keys, values = self._host.gather(self._at[layer], repeated.cpu(), self._slots[tokens.cpu()])
+        block_size = view.keys.shape[2]
+        blocks, within = table[entries // block_size], entries % block_size
+        view.keys[blocks, repeated, within] = keys.to(view.keys)
+        view.values[blocks, repeated, within] = values.to(view.values)
+        resident[heads, places] = units
+        self.num_fetched += tokens.numel()
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._host.free(self._slots)
+        self._slots = self._slots[:0]
+        self._sketches = {}
