@@ -132,6 +132,14 @@ TierAfterHits = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+TierLossy = Annotated[
+    bool,
+    typer.Option(
+        "--tier-lossy",
+        help="Let requests that do not say so have blocks from tiers whose codec loses something.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 Audit = Annotated[
     float,
     typer.Option(

@@ -68,6 +68,7 @@ def serve(
     secret: options.Secret = None,
     tier_key: options.TierKey = None,
     tier_after_hits: options.TierAfterHits = 0,
+    tier_lossy: options.TierLossy = False,
     audit: options.Audit = 0.0,
     eviction: options.Eviction = "reuse",
     kv_policy: options.KvPolicy = None,
@@ -220,6 +221,7 @@ def serve(
             tenants={} if keys is None else keys.specs,
             tier_key=tier_key,
             tier_after_hits=tier_after_hits,
+            tier_lossy=tier_lossy,
             audit=audit,
             num_engines=1 if replica is None else replica.count,
         )

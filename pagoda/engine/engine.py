@@ -30,6 +30,7 @@ from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy, make_policy
+from pagoda.kv.formats.codecs import BlockCodec, make_codec
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
@@ -39,6 +40,8 @@ from pagoda.kv.sizes import parse_size
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tenants import Share
 from pagoda.kv.tiered import TieredCache
+from pagoda.kv.tiers.base import Tier
+from pagoda.kv.tiers.coded import CodedTier
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
 from pagoda.sparse.base import SparsePolicy
@@ -102,6 +105,7 @@ class Engine:
         eviction: what goes first when the pool is full; a name that `pagoda.kv.eviction.make_policy` knows.
         tiers: where KV goes that the pool has no room for, fastest first: `dram:8GiB`, `disk:/path:100GiB`.
         tier_after_hits: tiers that outlive the process get a block when it was hit so often; 0: as soon as it is full.
+        tier_lossy: whether requests that do not say so take blocks from tiers whose codec loses something.
         audit: the chance of each block of a hit to be computed again and compared; what is wrong is forgotten, and the
             tier that it came from is taken out.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
@@ -135,6 +139,7 @@ class Engine:
         eviction: str = "reuse",
         tiers: Sequence[str] = (),
         tier_after_hits: int = 0,
+        tier_lossy: bool = False,
         audit: float = 0.0,
         secret: str | None = None,
         tenants: Mapping[str, TenantSpec] = MappingProxyType({}),
@@ -163,7 +168,9 @@ class Engine:
         num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
-        cache = _cache(layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares)
+        cache = _cache(
+            layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares, tier_lossy
+        )
         if isinstance(pool, StagedPool):
             pool.staging.open_blocks = cache.open_blocks
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
@@ -403,6 +410,7 @@ def _cache(
     secret: str | None,
     tier_key: str | None,
     shares: Mapping[str, Share],
+    lossy: bool,
 ) -> KVCache:
     """The cache, with tiers below the pool if there are any."""
     if after_hits < 0:
@@ -411,15 +419,20 @@ def _cache(
         return KVCache(layout, pool, policy, shares=shares)
     specs = [parse_tier(tier) for tier in tiers]
     policies = [_write_policy(spec) for spec in specs]
+    codecs = [make_codec(spec.codec, layout) if spec.codec else None for spec in specs]
     key = None if tier_key is None else load_key(tier_key)
     # Memory of this process is not sealed: its KV lies open beside it in the pool.
     opened = [
-        (open_tier(spec, key=None if spec.kind == "dram" else key), policy)
-        for spec, policy in zip(specs, policies, strict=True)
+        (_coded(open_tier(spec, key=None if spec.kind == "dram" else key), codec, layout), policy)
+        for spec, codec, policy in zip(specs, codecs, policies, strict=True)
     ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
     keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
-    return TieredCache(layout, pool, hierarchy, keys, policy, shares)
+    return TieredCache(layout, pool, hierarchy, keys, policy, shares, lossy)
+
+
+def _coded(tier: Tier, codec: BlockCodec | None, layout: KVLayout) -> Tier:
+    return tier if codec is None else CodedTier(tier, codec, layout.block_bytes)
 
 
 def _fingerprint(layout: KVLayout, loaded: LoadedModel) -> bytes:

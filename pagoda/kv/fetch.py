@@ -57,6 +57,7 @@ class Fetch:
         hedged: nobody waits any more: blocks come from the back. Set by either side, for good.
         meeting: the block where the computed front and the loads are predicted to meet; the last one's successor when
             nothing is expected.
+        lanes: what may be asked.
         leading: where the first blocks are, as far as one follows the other, once the tiers that could be waited for
             were asked.
         num_loaded, num_found, num_slower, num_failed: blocks that came; that a tier said it has; of those, which were
@@ -69,6 +70,7 @@ class Fetch:
     block_s: float
     patience_s: float
     meeting: int
+    lanes: Sequence[Lane]
     pieces: queue.SimpleQueue[Piece] = field(default_factory=queue.SimpleQueue)
     hedged: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -130,17 +132,24 @@ class Fetcher:
         self._staged = 0
         self._room = threading.Condition()
 
-    def fetch(self, ids: Sequence[Sequence[RecordId]], recompute_s: float, patience_s: float) -> Fetch:
+    def fetch(
+        self,
+        ids: Sequence[Sequence[RecordId]],
+        recompute_s: float,
+        patience_s: float,
+        lanes: Sequence[Lane] | None = None,
+    ) -> Fetch:
         """Start to load what of these blocks is worth it. It ends with `end`.
 
         Args:
             ids: for each block its record in every group.
             recompute_s: seconds that computing all of them would take.
             patience_s: seconds that the first piece may take while somebody waits, looking up included.
+            lanes: those that may be asked, fastest first; None: all.
         """
-        fetch = Fetch(ids, recompute_s / len(ids), patience_s, len(ids))
+        fetch = Fetch(ids, recompute_s / len(ids), patience_s, len(ids), self.lanes if lanes is None else lanes)
         if not self._quick(fetch):
-            fetch.meeting = self._guess(fetch, self.lanes)
+            fetch.meeting = self._guess(fetch, fetch.lanes)
             fetch.hedged.set()
         self._workers.submit(lambda: self._run(fetch))
         return fetch
@@ -169,7 +178,7 @@ class Fetcher:
 
     def _quick(self, fetch: Fetch) -> list[Lane]:
         """The lanes whose answer can be waited for."""
-        return [lane for lane in self.lanes if lane.lookup_speed.predict_s(0, 1) <= fetch.patience_s]
+        return [lane for lane in fetch.lanes if lane.lookup_speed.predict_s(0, 1) <= fetch.patience_s]
 
     def _load_s(self, lane: Lane, num_blocks: int) -> float:
         return lane.load_speed.predict_s(num_blocks * self._bytes, 1)
@@ -213,7 +222,7 @@ class Fetcher:
         try:
             quick = self._quick(fetch)
             left = self._load_from(quick, fetch, set(range(len(fetch.ids))))
-            slow = [lane for lane in self.lanes if lane not in quick]
+            slow = [lane for lane in fetch.lanes if lane not in quick]
             if slow and left and not fetch.cancelled.is_set():
                 self._hedge(fetch, self._guess(fetch, slow))
                 self._load_from(slow, fetch, left)

@@ -38,6 +38,8 @@ class TierUse:
         wait_s: None waits only as long as that is sure to pay; a number waits so many seconds for the first blocks;
             infinity until the tiers gave what they have.
         store: whether what the request computes may be written to them.
+        lossy: whether blocks may come from tiers that store them with loss; None: as the engine is set up. What such
+            blocks take part in is the request's alone: it enters neither the tree nor a tier.
 
     Raises:
         InvalidRequest: a number is negative.
@@ -46,6 +48,7 @@ class TierUse:
     max_restored_tokens: int | None = None
     wait_s: float | None = None
     store: bool = True
+    lossy: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_restored_tokens", "wait_s"):

@@ -54,6 +54,7 @@ class TieredCache(KVCache):
         layout, pool, policy, shares: see Books.
         hierarchy: the tiers; closed with this cache.
         keys: names of blocks outside the device, for this model and secret.
+        lossy: whether requests that do not say so take blocks from tiers that store them with loss.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class TieredCache(KVCache):
         keys: KeyChain,
         policy: EvictionPolicy | None = None,
         shares: Mapping[str, Share] = MappingProxyType({}),
+        lossy: bool = False,
     ) -> None:
         super().__init__(layout, pool, policy, shares=shares)
+        self._lossy = lossy
         self.hierarchy = hierarchy
         self._io = pool
         self._keys = keys
@@ -82,7 +85,9 @@ class TieredCache(KVCache):
         first, last = lease.num_committed_blocks, (lease.prompt.size - 1) // size
         if use.max_restored_tokens is not None:
             last = min(last, first + use.max_restored_tokens // size)
-        if first >= last or not self.hierarchy.is_available:
+        takes_lossy = self._lossy if use.lossy is None else use.lossy
+        lanes = [lane for lane in self.hierarchy.lanes if takes_lossy or not lane.tier.is_lossy]
+        if first >= last or not any(lane.is_available for lane in lanes):
             return
         keys = self._before_purged(self._names(lease, first, lease.prompt[: last * size]))
         if not keys:
@@ -91,7 +96,7 @@ class TieredCache(KVCache):
         ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
         recompute_s = len(ids) * size * seconds_per_token
         patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
-        fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s)
+        fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s, lanes)
         self._restores[lease] = Restore(lease, tokens, fetch, first, size)
 
     def _names(self, lease: Lease, first: int, tokens: TokenArray) -> list[BlockKey]:
@@ -143,6 +148,8 @@ class TieredCache(KVCache):
         if lease.num_leading_tokens == lease.num_computed_tokens:  # nothing was computed yet
             lease.num_leading_tokens += num_tokens
         lane = run[0][0]
+        if lane.tier.is_lossy:  # and so is all that is computed from it: nobody else shall find it
+            self._detach(lease)
         self._source = lane
         self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
         self._source = None

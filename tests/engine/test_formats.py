@@ -18,6 +18,7 @@ from pagoda.errors import ConfigError, ModelError
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
 from pagoda.kv.staging import StagedPool
+from pagoda.kv.tiered import TieredCache
 from tests.model import models, tokenizers_made_here
 
 LENGTH = 12
@@ -210,3 +211,39 @@ def test_scopes_and_second_turns_hit_whole_blocks_only(folder: Path) -> None:
 def test_settings_are_checked(folder: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         make(folder, **options)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_lossy_tier_serves_only_those_who_allow_it_and_nobody_after_them(folder: Path) -> None:
+    engine = make(folder, tiers=["dram:16MiB?write=through&codec=int8"])
+    cache = engine.core.cache
+    assert isinstance(cache, TieredCache)
+    [tokens] = prompts(1, 80)
+    exact = outputs(engine, [tokens])
+    assert cache.hierarchy.flush(5)
+    for lossy in (None, False, True, True, None):
+        cache.clear()
+        use = TierUse(wait_s=math.inf, lossy=lossy)
+        [found] = engine.generate([tokens], replace(GREEDY, tier_use=use))
+        assert found.usage.num_hit_tokens == (80 if lossy else 0)
+        cache.check()
+        if lossy:
+            assert cache.num_cached_blocks == 0  # nothing of it is for others
+        else:
+            assert [tuple(found.completions[0].token_ids)] == exact
+    engine.close()
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_tier_that_packs_without_loss_serves_everyone(folder: Path, tmp_path: Path) -> None:
+    engine = make(folder, tiers=[f"disk:{tmp_path}:16MiB?codec=split"])
+    cache = engine.core.cache
+    assert isinstance(cache, TieredCache)
+    [tokens] = prompts(1, 80)
+    exact = outputs(engine, [tokens])
+    assert cache.hierarchy.flush(5)
+    cache.clear()
+    [found] = engine.generate([tokens], replace(GREEDY, tier_use=TierUse(wait_s=math.inf)))
+    assert found.usage.num_hit_tokens == 80
+    assert [tuple(found.completions[0].token_ids)] == exact
+    engine.close()

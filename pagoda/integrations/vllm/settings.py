@@ -40,6 +40,8 @@ def read_settings(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     if not isinstance(tiers, list) or not tiers or not all(isinstance(tier, str) for tier in tiers):
         raise ConfigError('kv_connector_extra_config needs "tiers", a list such as ["disk:/var/cache/pagoda:100GiB"]')
     specs = tuple(parse_tier(tier) for tier in tiers)
+    if any(spec.codec for spec in specs):
+        raise ConfigError("vLLM's blocks are stored as they are: a tier here takes no codec")
     for spec in specs:
         if spec.write not in ("", WritePolicy.THROUGH):
             raise ConfigError(f"vLLM does not tell what it evicts: a {spec.kind} tier cannot be written {spec.write!r}")

@@ -40,9 +40,13 @@ from pagoda.kv.tiers.records import (
 class Tier(ABC):
     """One level of the hierarchy; see the module for the rules every method keeps.
 
+    `is_lossy` says whether a block comes back otherwise than it was put, as its codec says it should.
+
     The public methods let calls in while the tier is open and count outcomes; a tier implements the hooks below them,
     one of the same name each.
     """
+
+    is_lossy: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name

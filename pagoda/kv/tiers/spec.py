@@ -6,13 +6,15 @@
     s3://BUCKET/PREFIX  gs://  az://  file:///FOLDER          an object store, or a folder as one; many processes
     redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
 
-Any of them may end in `?write=through` (each full block at once) or `?write=back` (what the device evicts).
+Any of them may end in `?write=through` (each full block at once) or `?write=back` (what the device evicts), and in
+`?codec=NAME`: how blocks are stored there (`split`, `int8`, ...; see docs/formats.md). Both are joined by `&`.
 Sizes take B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB and K, M, G, T (of 1024).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,7 @@ from pagoda.kv.tiers.base import Tier
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
+_OPTION = re.compile(r"(.+)[?&](write|codec)=([^?&]*)")
 _REQUEST_TIMEOUT = timedelta(seconds=10)
 _MAX_RETRIES = 2
 
@@ -36,20 +39,25 @@ class TierSpec:
         location: a folder, a name or an address; empty for dram.
         capacity_bytes: its budget; None where the service behind it has its own.
         write: when it gets a block, as the hierarchy calls it; empty for what suits its kind.
+        codec: how blocks are stored there; empty for as they are.
     """
 
     kind: str
     location: str
     capacity_bytes: int | None
     write: str = ""
+    codec: str = ""
 
 
 def parse_tier(text: str) -> TierSpec:
     """Read a one-line description of a tier. Raises ConfigError that says what is wrong."""
-    place, asked, write = text.partition("?write=")
-    if asked and not write:
-        raise ConfigError(f"the tier {text!r} does not say how it is written")
-    return replace(_parse_place(place), write=write)
+    place, options = text, dict[str, str]()
+    while found := _OPTION.fullmatch(place):  # what else an address asks for is its service's
+        place, name, value = found.groups()
+        if name in options or not value:
+            raise ConfigError(f"the tier {text!r} does not say what {name} is, or says it twice")
+        options[name] = value
+    return replace(_parse_place(place), write=options.get("write", ""), codec=options.get("codec", ""))
 
 
 def _parse_place(text: str) -> TierSpec:
@@ -83,7 +91,7 @@ def _size(text: str, size: str) -> int:
 
 
 def open_tier(spec: TierSpec, *, key: bytes | None = None) -> Tier:
-    """Open the tier that `spec` describes, its records sealed if there is a `key`.
+    """Open the tier that `spec` describes, its records sealed if there is a `key`. The codec is the caller's to add.
 
     Raises ConfigError for a setting that cannot work or an extra that is not installed, TierUnavailable if the tier
     does not answer.

@@ -107,11 +107,12 @@ class TierOptions(BaseModel):
     max_restored_tokens: Int32 | None = None
     wait_s: float | None = None
     store: bool = True
+    lossy: bool | None = None
 
     @property
     def spec(self) -> TierUse:
         """The engine's form; raises InvalidRequest."""
-        return TierUse(self.max_restored_tokens, self.wait_s, self.store)
+        return TierUse(self.max_restored_tokens, self.wait_s, self.store, self.lossy)
 
 
 class GenerationRequest(BaseModel):

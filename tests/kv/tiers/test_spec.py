@@ -24,6 +24,9 @@ from tests.kv.tiers.kit import KIB, get, record, redis_url, rid
         ("file:///folder", TierSpec("object", "file:///folder", None)),
         ("redis://host:6379/0", TierSpec("redis", "redis://host:6379/0", None)),
         ("disk:/path:1GiB?write=back", TierSpec("disk", "/path", 1 << 30, "back")),
+        ("disk:/path:1GiB?write=back&codec=int8", TierSpec("disk", "/path", 1 << 30, "back", "int8")),
+        ("dram:1GiB?codec=int8/int4", TierSpec("dram", "", 1 << 30, codec="int8/int4")),
+        ("redis://host/0?protocol=3&codec=split", TierSpec("redis", "redis://host/0?protocol=3", None, "", "split")),
         ("s3://bucket/prefix?write=back", TierSpec("object", "s3://bucket/prefix", None, "back")),
     ],
 )
@@ -44,7 +47,8 @@ def test_what_parses(text: str, spec: TierSpec) -> None:
         ("disk:/path:lots", "'disk:/path:lots' has a wrong size: not a size: 'lots'"),
         ("shm:4GiB", "shm:NAME:SIZE"),
         ("s3://", "no bucket"),
-        ("disk:/path:1GiB?write=", "how it is written"),
+        ("disk:/path:1GiB?write=", "what write is"),
+        ("disk:/path:1GiB?codec=int8&codec=int4", "says it twice"),
         ("ftp://host/x", "scheme that is not known"),
     ],
 )
