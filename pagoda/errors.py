@@ -10,7 +10,8 @@
     ├── MemoryPressure         not now: the same call may succeed later
     │   ├── OutOfBlocks        the pool cannot supply the blocks asked for
     │   ├── LeaseRefused       a promise to keep a prefix cannot be given; the message says why
-    │   └── NoReplica          no replica of the cluster takes requests
+    │   ├── NoReplica          no replica of the cluster takes requests
+    │   └── Overloaded         the request is refused for what already waits; it says when to come back
     ├── ModelError
     │   ├── UnsupportedModel   an architecture or a variant that no decoder here knows
     │   └── WeightsError       a weights file is missing, truncated or of the wrong shape
@@ -81,6 +82,18 @@ class LeaseRefused(MemoryPressure):
 
 class NoReplica(MemoryPressure):
     """No replica of the cluster takes requests now."""
+
+
+class Overloaded(MemoryPressure):
+    """A request is refused for what already runs and waits, for a `reason` that programs can read.
+
+    `retry_after_s` is when the same request may be taken.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class ModelError(PagodaError):

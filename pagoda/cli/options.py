@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from pagoda.engine.aio import AsyncEngine
     from pagoda.engine.engine import Engine
+    from pagoda.engine.pressure_config import PressureConfig
 
 DEFAULT_MODEL = "smollm2"
 _MEMORY = "Memory and batching"
@@ -36,11 +38,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_size(size: str | None) -> str | None:
+def _check_size(param: typer.CallbackParam, size: str | None) -> str | None:
     from pagoda.kv.sizes import parse_size
 
     if size is not None:
-        _check("--kv-memory", parse_size, size)
+        _check(param.opts[0], parse_size, size)
     return size
 
 
@@ -213,12 +215,48 @@ WeightsFormat = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        callback=_check_size,
+        help="Most memory of this process; near it, requests are refused. [default: its cgroup's limit, if any]",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Pressure = Annotated[
+    str,
+    typer.Option(
+        metavar="on|off|FILE",
+        help="What to do when there is more to do than room: the pressure ladder, as it is or as a TOML file says.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]
 
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+
+
+def pressure_config(pressure: str, memory_limit: str | None) -> PressureConfig:
+    """What the options say of the ladder.
+
+    Raises:
+        ConfigError: the file that is named cannot be read, or is wrong.
+    """
+    from dataclasses import replace
+
+    from pagoda.engine.pressure_config import PressureConfig
+    from pagoda.kv.sizes import parse_size
+
+    if pressure == "off":
+        config = PressureConfig.off()
+    else:
+        config = PressureConfig() if pressure == "on" else PressureConfig.load(Path(pressure))
+    return config if memory_limit is None else replace(config, memory_limit=parse_size(memory_limit))
 
 
 def load_engine(model: str, **settings: Any) -> Engine:

@@ -73,6 +73,8 @@ def serve(
     eviction: options.Eviction = "reuse",
     kv_policy: options.KvPolicy = None,
     host_memory: options.HostMemory = "1GiB",
+    pressure: options.Pressure = "on",
+    memory_limit: options.MemoryLimit = None,
     queue_policy: Annotated[
         QueuePolicy,
         typer.Option(
@@ -187,6 +189,7 @@ def serve(
     from pagoda.server.prices import Prices
     from pagoda.server.sockets import bind
 
+    ladder = options.pressure_config(pressure, memory_limit)
     replica = ReplicaOf.from_environment()
     if replica is not None:
         replica.die_with_parent()
@@ -224,6 +227,7 @@ def serve(
             tier_lossy=tier_lossy,
             audit=audit,
             num_engines=1 if replica is None else replica.count,
+            pressure=ladder,
         )
         events = None
         if kv_events is not None:
@@ -297,14 +301,18 @@ def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:
 
 
 def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKeys | None) -> None:
+    from pagoda.engine.process_memory import rss_bytes
     from pagoda.kv.sizes import format_size
 
     cache = engine.cache_info()
+    limit = engine.core.pressure.report.memory_limit
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     lines = {
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
         "KV cache": f"{format_size(cache.bytes_total)} = {cache.num_blocks:,} blocks of {cache.block_size}"
         f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
+        "Memory": f"{format_size(rss_bytes())} resident, the KV cache and the weights with it; "
+        + ("no limit known" if limit is None else f"at most {format_size(limit)}"),
         "API": f"{url}/v1, {'API key required' if keys else 'no API key'}; metrics at {url}/metrics",
     }
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -86,6 +86,7 @@ def _parts(before: Reading, now: Reading) -> Iterator[RenderableType]:
             for kind in ("cold", "warm")
         )
     )
+    yield _pressure(state["pressure"])
     if state["tiers"]:
         yield _tiers(before, now)
     if state["misses"]:
@@ -107,6 +108,20 @@ def _pool(counts: dict[str, int]) -> Text:
         bar.append("█" * width, style)
         text.append(f"  {use} {counts[use]:,}", style)
     return bar + text + Text(f"  of {total:,} blocks\n")
+
+
+def _pressure(pressure: dict[str, Any]) -> Text:
+    signals, level = pressure["signals"], pressure["level"]
+    text = Text("pressure ")
+    text.append(f"{level} ({pressure['name']})", "bold red" if level >= 4 else "bold")
+    text.append(
+        f"   {signals['pool']:.0%} held, longest wait {signals['queue']:.0%} of what it may be, "
+        f"{signals['preemptions']:.1f} preemptions a second, {sum(pressure['refused'].values()):,} refused, "
+        f"{format_size(pressure['resident_bytes'])} resident"
+    )
+    if limit := pressure["memory_limit_bytes"]:
+        text.append(f" of {format_size(limit)}")
+    return text
 
 
 def _tiers(before: Reading, now: Reading) -> Table:

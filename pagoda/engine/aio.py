@@ -24,7 +24,9 @@ from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
-from pagoda.errors import RequestAborted, RequestError
+from pagoda.engine.pressure import LevelChange
+from pagoda.engine.pressure_report import PressureReport
+from pagoda.errors import Overloaded, RequestAborted, RequestError
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiered import TieredCache
 from pagoda.model.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
 
+Refused = RequestError | Overloaded
 Inbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
@@ -56,6 +59,7 @@ class EngineStats:
     block_size: int
     num_running: int
     num_waiting: int
+    pressure: PressureReport
     host_bytes: int = 0
     fetched_bytes: int = 0
 
@@ -67,7 +71,7 @@ class AsyncEngine:
         self._engine = engine
         self._core = engine.core
         self._inbox: Inbox = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[RequestOutput | RequestError]] = {}
+        self._streams: dict[str, asyncio.Queue[RequestOutput | Refused]] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepting = False
@@ -156,6 +160,10 @@ class AsyncEngine:
         """Tell `observer` of every step and request from now on, on the engine's thread."""
         self._core.observers.append(observer)
 
+    def on_pressure(self, listener: Callable[[LevelChange], object]) -> None:
+        """Tell `listener` of every change of the pressure level, on the engine's thread: for scaling out, say."""
+        self._core.pressure.listeners.append(listener)
+
     def tiers(self) -> Sequence[TierReport]:
         """The figures of each tier below the device, fastest first. Waits for none."""
         cache = self._core.cache
@@ -200,6 +208,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: it cannot be served; raised before the first output.
+            Overloaded: it cannot be served now; before the first output, too.
             RequestAborted: the engine is stopping, or its thread died.
             ModelError: the model failed on it.
         """
@@ -231,14 +240,14 @@ class AsyncEngine:
     async def _stream(self, name: str, start: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
         if not self._accepting or not self.is_healthy:
             raise RequestAborted("the engine is not running")
-        outputs: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
+        outputs: asyncio.Queue[RequestOutput | Refused] = asyncio.Queue()
         self._streams[name] = outputs
         self._inbox.put(lambda: self._add(name, start))
         finished = False
         try:
             while not finished:
                 output = await outputs.get()
-                if isinstance(output, RequestError):
+                if isinstance(output, Refused):
                     finished = True
                     raise output
                 finished = output.finished
@@ -262,6 +271,7 @@ class AsyncEngine:
                 outputs = self._core.step() if self._core.has_work else []
                 if not outputs:
                     self._core.cache.retention.expire()
+                    self._core.pressure.look()
                 self._stats = self._snapshot()  # first, so that whoever has an output sees the state it came from
                 self._publish(outputs)
         except BaseException:
@@ -272,9 +282,13 @@ class AsyncEngine:
             self._fail_streams()
 
     def _take_commands(self) -> bool:
-        """Run what is in the inbox, waiting for something to do or a lease to run out; false when it is time to end."""
+        """Run what is in the inbox, waiting for something to do, a lease to run out or the next look at pressure.
+
+        False when it is time to end.
+        """
         wait = not self._core.has_work
-        timeout_s = self._core.cache.retention.next_expiry_s if wait else None
+        due = (self._core.cache.retention.next_expiry_s, self._core.pressure.next_look_s) if wait else ()
+        timeout_s = min((each for each in due if each is not None), default=None)
         while True:
             try:
                 command = self._inbox.get(
@@ -290,14 +304,14 @@ class AsyncEngine:
     def _add(self, name: str, add: Callable[[], None]) -> None:
         try:
             add()
-        except RequestError as error:
+        except (RequestError, Overloaded) as error:
             self._deliver([(name, error)])
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         if outputs:
             self._deliver([(output.request_id, output) for output in outputs])
 
-    def _deliver(self, items: list[tuple[str, RequestOutput | RequestError]]) -> None:
+    def _deliver(self, items: Sequence[tuple[str, RequestOutput | Refused]]) -> None:
         def put() -> None:
             for name, item in items:
                 if name in self._streams:
@@ -328,4 +342,5 @@ class AsyncEngine:
             num_waiting=self._core.num_waiting,
             host_bytes=0 if recall is None else recall.host.num_held_bytes,
             fetched_bytes=0 if recall is None else recall.host.num_fetched_bytes,
+            pressure=self._core.pressure.report,
         )

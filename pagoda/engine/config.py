@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagoda.engine.policy import QUEUE_POLICIES
+from pagoda.engine.pressure_config import PressureConfig
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
 
@@ -21,6 +22,7 @@ class EngineConfig:
         queue_policy: the order of admission; a key of QUEUE_POLICIES.
         lease_share: most of the pool that leases may hold. They also leave room for one request of the full context.
         tenants: what each tenant gets, by namespace; others get no share and no class of their own.
+        pressure: what is done when there is more to do than room.
 
     Raises:
         ConfigError: a value is out of range.
@@ -32,6 +34,7 @@ class EngineConfig:
     queue_policy: str = "fcfs"
     lease_share: float = 0.5
     tenants: Mapping[str, TenantSpec] = field(default_factory=dict)
+    pressure: PressureConfig = field(default_factory=PressureConfig.off)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "token_budget"):

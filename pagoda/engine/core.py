@@ -32,6 +32,7 @@ from pagoda.engine.outputs import (
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.passages import Passages, check_passages
+from pagoda.engine.relief import PressureControl
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
@@ -89,6 +90,8 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._scheduler = Scheduler(cache, config)
         self._bound_leases()
+        classes = {name: spec.service_class for name, spec in config.tenants.items()}
+        self.pressure = PressureControl(config.pressure, cache, self._scheduler, classes)
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
         self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
         self._passages = Passages(cache, self._forker.sample)
@@ -157,6 +160,7 @@ class EngineCore:
             InvalidRequest: an empty prompt, a token outside the vocabulary, a lease or passage beyond the prompt, or
                 an id that is in use, or passages that cannot be reused here.
             ContextTooLong: prompt and output can never fit; the message has the numbers.
+            Overloaded: there is too much to do before it; see PressureConfig.
         """
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
@@ -177,6 +181,7 @@ class EngineCore:
         if blend is not None and request.sparse is not None:
             message = "passages cannot be reused where a kv_policy drops tokens: ask for {'name': 'none'}"
             raise InvalidRequest(message, param="kv_policy")
+        self.pressure.admit(request)
         request.adapter = chosen
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
         request.samples.append(self._forker.sample(request, 0, TokenBuffer(tokens.copy())))
@@ -304,6 +309,7 @@ class EngineCore:
         """Compute one step and return what is new."""
         started = time.perf_counter()
         self.cache.retention.expire()
+        self.pressure.look()
         scheduler, cache = self._scheduler, self.cache
         before = scheduler.num_preempted, cache.stats.num_evicted_blocks, scheduler.num_resumed_tokens
         returned = cache.stats.num_returned_blocks

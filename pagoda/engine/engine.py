@@ -22,6 +22,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import make_pool, safe_kv_memory
 from pagoda.engine.outputs import Completion, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
+from pagoda.engine.pressure_config import PressureConfig
 from pagoda.engine.recall import recall_memory
 from pagoda.engine.runner import ModelRunner, layout_for
 from pagoda.engine.sparse import Sparsity
@@ -110,6 +111,7 @@ class Engine:
             tier that it came from is taken out.
         secret: processes that share tiers share it; names of stored blocks tell nothing without it.
         tenants: what each tenant gets, by `Scope.namespace`.
+        pressure: what to do when there is more to do than room; by default who asks waits.
         tier_key: where the key is that seals records outside this process: `env:NAME` or `file:PATH`, in hexadecimal.
         kv_policy: what requests that do not say it drop of their KV, such as `h2o:budget=512`; None: nothing.
         num_engines: engines that start together on this machine: what is available to one is its part.
@@ -147,12 +149,21 @@ class Engine:
         kv_policy: str | Mapping[str, Any] | None = None,
         num_engines: int = 1,
         host_memory: int | str | None = "1GiB",
+        pressure: PressureConfig | None = None,
         progress: bool = True,
     ) -> None:
         default = default_policy(kv_policy)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
-        self.config = EngineConfig(block_size, max_num_seqs, token_budget, queue_policy, lease_share, tenants)
+        self.config = EngineConfig(
+            block_size,
+            max_num_seqs,
+            token_budget,
+            queue_policy,
+            lease_share,
+            tenants,
+            pressure or PressureConfig.off(),
+        )
         quiet = None if progress else (lambda what, done, total: None)
         loaded = load_model(
             os.fspath(model), dtype=dtype, weights_format=weights_format, max_model_len=max_model_len, progress=quiet
@@ -193,7 +204,7 @@ class Engine:
         frequencies = [rope.frequencies(loaded.spec.head_dim) for rope in loaded.spec.ropes]
         recall = recall_memory(self._runner, loaded, layout, host_memory)
         memory = SparseMemory(layout, self._runner.kv, frequencies, loaded.spec.max_context, recall)
-        self.core.sparsity = Sparsity(cache, memory, token_budget, default)
+        self.core.sparsity = Sparsity(cache, memory, token_budget, default, self.core.pressure.fit_share)
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:
             self.core.audit(audit, pool)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.process_memory import available_memory
 from pagoda.errors import ConfigError
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
@@ -15,22 +13,6 @@ from pagoda.kv.sizes import format_size
 from pagoda.kv.staging import StagedPool
 
 _SAFE_FRACTION = 0.5
-
-
-def available_memory() -> int:
-    """Bytes that this process could still take without pushing the machine, or its cgroup, out of memory."""
-    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), flags=re.MULTILINE))
-    available = int(meminfo["MemAvailable"]) * 1024
-    limit, used = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _cgroup_number(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def safe_kv_memory(useful: int, num_engines: int = 1) -> int:

@@ -1,17 +1,21 @@
 """Queue policies: the order in which waiting samples are admitted.
 
 Each takes the waiting samples in order of arrival and yields them in order of admission. Service classes come before
-all of them: `ranker` tells a sample's class, which waiting raises.
+all of them: `ranker` tells a sample's class, which waiting raises. Within a class, tenants with shares take turns.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from pagoda.engine.request import Sample
 from pagoda.engine.tenants import ServiceClass, TenantSpec
 from pagoda.kv.cache import KVCache
+from pagoda.kv.tenants import Tenants
 
 QueuePolicy = Callable[[Sequence[Sample], KVCache], Iterable[Sample]]
 
@@ -62,3 +66,30 @@ def ranker(tenants: Mapping[str, TenantSpec]) -> Callable[[Sample], int]:
         return max(0, ranks.get(request.scope.namespace, ServiceClass.STANDARD.rank) - promoted)
 
     return rank
+
+
+def in_turn(
+    samples: Iterable[Sample], rank: Callable[[Sample], int], tenants: Tenants, full: Collection[int]
+) -> Iterator[Sample]:
+    """Samples by class. Within one, where tenants have shares, the next is of the account that uses least of its own.
+
+    So a tenant that sends more gets no more than its share while others wait: weighted max-min fairness of memory.
+
+    Args:
+        full: accounts to pass over from now on; the caller adds to it.
+    """
+    ranked = sorted(((rank(sample), sample) for sample in samples), key=itemgetter(0))
+    if not tenants.has_shares:
+        yield from (sample for _, sample in ranked)
+        return
+    due = tenants.entitlements()
+    for _, same in groupby(ranked, key=itemgetter(0)):
+        lines: dict[int, deque[Sample]] = {}
+        for _, sample in same:
+            lines.setdefault(tenants.of(sample.request.scope.namespace).account, deque()).append(sample)
+        while lines:
+            account = min(lines, key=lambda each: tenants.num_held_by(each) / max(1.0, due[each]))
+            if account not in full:
+                yield lines[account].popleft()
+            if account in full or not lines[account]:
+                del lines[account]

@@ -7,22 +7,45 @@ A step that needs more blocks than there are preempts the newest sample: its blo
 its old place in the queue to be computed again, mostly from hits. Nothing is admitted in a step that preempted, nor
 without room for all of its prompt, so samples do not chase each other out of memory. Room is what is free and what
 others must give up: tenants keep their guaranteed shares, which also let them pass a request that waits for more room.
+What pressure asks on top of that is in `Scheduler.relief`.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
-from pagoda.engine.policy import QUEUE_POLICIES, ranker
+from pagoda.engine.policy import QUEUE_POLICIES, in_turn, ranker
 from pagoda.engine.prefill_speed import PrefillSpeed
-from pagoda.engine.request import Sample
+from pagoda.engine.request import Request, Sample
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import MissReason
+
+_OUTPUT_SPREAD = 2.0  # most outputs are shorter than so many times the mean
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """What pressure asks of the scheduler.
+
+    Attributes:
+        max_running: most samples that run when another is admitted.
+        prefill_budget: most prompt tokens of a step.
+        reserves_outputs: admit only what has room to its expected end, beside all that run to theirs.
+        makes_way: preempt a sample for one of a higher class that waits.
+    """
+
+    max_running: int
+    prefill_budget: int
+    reserves_outputs: bool = False
+    makes_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +85,32 @@ class Scheduler:
         self._config = config
         self._order = QUEUE_POLICIES[config.queue_policy]
         self._rank = ranker(config.tenants)
+        self.whole_relief = self.relief = Relief(config.max_num_seqs, config.token_budget)
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
+        self.num_queued: Counter[str] = Counter()  # waiting samples of each namespace
+        self.num_queued_tokens = 0
+        self.num_started = 0
         self.num_preempted = 0
+        self.num_short = 0  # of those, for want of blocks
+        self.num_made_way = 0  # and for one of a higher class
         self.num_resumed_tokens = 0  # of preempted samples, restored from tiers instead of computed again
         self.prefill_speed = PrefillSpeed()
+        self._mean_output = math.inf  # tokens of samples that ended by themselves, lately
 
     def add(self, sample: Sample) -> None:
         """Queue a sample."""
         insort(self.waiting, sample, key=_arrival)
+        self.num_queued[sample.request.scope.namespace] += 1
+        self.num_queued_tokens += len(sample.tokens)
+
+    def _unqueue(self, sample: Sample) -> None:
+        self.waiting.remove(sample)
+        name = sample.request.scope.namespace
+        self.num_queued[name] -= 1
+        if not self.num_queued[name]:
+            del self.num_queued[name]
+        self.num_queued_tokens -= len(sample.tokens)
 
     def start(self, sample: Sample) -> None:
         """Run a sample that has its lease already: a fork of a running one."""
@@ -79,7 +119,7 @@ class Scheduler:
     def remove(self, sample: Sample) -> None:
         """Forget a sample, whatever its state, and let go of its lease."""
         if sample.lease is None:
-            self.waiting.remove(sample)
+            self._unqueue(sample)
         else:
             self.running.remove(sample)
             self._release(sample)
@@ -88,6 +128,13 @@ class Scheduler:
         """End a sample, and let go of its lease."""
         sample.finish_reason = reason
         self.remove(sample)
+        if reason is not FinishReason.ABORT and sample.request.max_tokens:
+            count = sample.num_output_tokens
+            self._mean_output = count if self._mean_output == math.inf else self._mean_output * 0.95 + count * 0.05
+
+    def expected_output(self, request: Request) -> int:
+        """Tokens that a sample of a request will probably generate at most."""
+        return int(min(request.max_tokens, _OUTPUT_SPREAD * self._mean_output))
 
     def discard(self, sample: Sample) -> None:
         """Forget a running sample whose text nobody will ask for."""
@@ -116,9 +163,8 @@ class Scheduler:
         decoding = [sample for sample in self.running if sample.num_uncomputed == 1]
         prefilling = [sample for sample in self.running if sample.num_uncomputed > 1]
         for sample in decoding + prefilling:
-            budget = self._config.token_budget - sum(plan.values())
-            if sample.lease is not None and budget > 0:
-                count = self._cache.chunk(sample.lease, sample.num_next(budget))
+            if sample.lease is not None and (most := self._budget(plan, sample.num_uncomputed)) > 0:
+                count = self._cache.chunk(sample.lease, sample.num_next(most))
                 if count:
                     self._plan(sample, count, plan)
         if self.num_preempted == preempted:
@@ -132,6 +178,13 @@ class Scheduler:
         ]
         return sorted(rows, key=self._known_blocks)
 
+    def _budget(self, plan: Mapping[Sample, int], count: int) -> int:
+        """How many of a sample's `count` next tokens a step has room for. One is decoding, more are a prompt's."""
+        left = self._config.token_budget - sum(plan.values())
+        if count > 1:
+            left = min(left, self.relief.prefill_budget - sum(planned for planned in plan.values() if planned > 1))
+        return min(count, left)
+
     def _known_blocks(self, rows: Rows) -> bytes:
         """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
         return rows.sample.running_lease.tables[0].ids[: rows.start // self._cache.block_size].tobytes()
@@ -144,6 +197,7 @@ class Scheduler:
             except OutOfBlocks:
                 victim = self._victim(sample)
                 self._preempt(victim)
+                self.num_short += 1
                 plan.pop(victim, None)
                 if victim is sample:
                     return
@@ -184,15 +238,16 @@ class Scheduler:
     def _admit(self, plan: dict[Sample, int]) -> None:
         if not self.waiting:
             return
+        tenants = self._cache.tenants
         full: set[int] = set()  # accounts whose next request has no room
-        for sample in sorted(self._order(self.waiting, self._cache), key=self._rank):
-            account = self._cache.tenants.of(sample.request.scope.namespace).account
-            if account in full:
-                continue
+        for sample in in_turn(self._order(self.waiting, self._cache), self._rank, tenants, full):
             if sample.pending is not None and sample.pending.is_pending:
                 continue
-            budget = self._config.token_budget - sum(plan.values())
-            if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
+            budget = self._budget(plan, self._config.token_budget)
+            if budget <= 0:
+                return
+            if len(self.running) >= self.relief.max_running:
+                self._make_way(sample, plan)
                 return
             tokens, scope = sample.tokens.view, sample.request.scope
             known = tokens if sample.sparse is None else tokens[: sample.sparse.hit_limit + 1]
@@ -201,12 +256,32 @@ class Scheduler:
             if sample.pending is not None:
                 continue
             if self.running and not self._has_room(sample, hit, passing=bool(full)):
-                full.add(account)
-                if not self._cache.tenants.has_shares:
+                if self._make_way(sample, plan):
+                    return
+                full.add(tenants.of(scope.namespace).account)
+                if not tenants.has_shares:
                     return  # not the next one either: a small request must not overtake a large one for ever
                 continue
             if not self._start(sample, hit, budget, plan):
                 return
+
+    def _make_way(self, sample: Sample, plan: dict[Sample, int]) -> bool:
+        """Preempt the newest sample of a lower class, if pressure asks for that; its room is there in the next step."""
+        if not self.relief.makes_way:
+            return False
+        rank, tenants, name = self._rank(sample), self._cache.tenants, sample.request.scope.namespace
+        lower = [
+            other
+            for other in self.running
+            if self._rank(other) > rank and tenants.gives_way(other.request.scope.namespace, name)
+        ]
+        if not lower:
+            return False
+        victim = max(lower, key=self._newest)
+        self._preempt(victim)
+        plan.pop(victim, None)
+        self.num_made_way += 1
+        return True
 
     def _start(self, sample: Sample, hit: Hit, budget: int, plan: dict[Sample, int]) -> bool:
         """Give a waiting sample a lease and room for its first tokens, and plan them; false if there is no room."""
@@ -223,9 +298,10 @@ class Scheduler:
         except OutOfBlocks:
             self._release(sample)
             return False
-        self.waiting.remove(sample)
+        self._unqueue(sample)
         self.start(sample)
         sample.lease.tier_use = _tier_use(sample)
+        self.num_started += 1
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
@@ -239,12 +315,28 @@ class Scheduler:
     def _has_room(self, sample: Sample, hit: Hit, *, passing: bool) -> bool:
         """Whether a sample's tokens fit beside what runs, with a block to spare for each running sample to grow into.
 
+        Under pressure, its expected output has to fit too, and all that the running ones are expected to grow by.
         Passing another request that waits for room, it must fit into its tenant's guaranteed share too.
         """
-        scope = sample.request.scope
-        peak = self._cache.peak_blocks(len(sample.tokens) + 1, self._config.token_budget)
-        needed = (peak if sample.sparse is None else sample.request.peak_blocks) - hit.num_blocks
+        scope, num_groups = sample.request.scope, len(self._cache.layout.groups)
+        reserves = self.relief.reserves_outputs
+        needed = self._peak(sample, self._left(sample) if reserves else 1) - hit.num_blocks
         if passing and not self._cache.tenants.is_within(scope.namespace, needed):
             return False
-        spare = len(self.running) * len(self._cache.layout.groups)
+        spare = sum(self._growth(other) for other in self.running) if reserves else len(self.running) * num_groups
         return needed + spare <= self._cache.num_available_to(scope) - hit.num_idle_blocks
+
+    def _peak(self, sample: Sample, num_more: int) -> int:
+        """The most blocks that a sample holds with so many tokens more; a sparse one, as far as it may go."""
+        if sample.sparse is not None:
+            return sample.request.peak_blocks
+        return self._cache.peak_blocks(len(sample.tokens) + num_more, self._config.token_budget)
+
+    def _left(self, sample: Sample) -> int:
+        """Tokens that a sample is expected to generate yet."""
+        return max(1, self.expected_output(sample.request) - sample.num_output_tokens)
+
+    def _growth(self, sample: Sample) -> int:
+        """Blocks that a running sample is expected to need beside those it has."""
+        held = sum(table.held.size for table in sample.running_lease.tables)
+        return max(0, self._peak(sample, self._left(sample)) - held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest
@@ -22,6 +24,7 @@ class Sparsity:
         cache, memory: the engine's.
         step_tokens: most tokens computed in one step.
         default: the policy of requests that name none; None: full KV.
+        fit_share: of all that fits, how much a request of budget `fit` may keep now.
 
     Raises:
         ConfigError: the default is not for this model and its memory.
@@ -31,6 +34,7 @@ class Sparsity:
     memory: SparseMemory
     step_tokens: int
     default: SparsePolicy | None = None
+    fit_share: Callable[[], float] = lambda: 1.0
 
     def __post_init__(self) -> None:
         try:
@@ -58,7 +62,13 @@ class Sparsity:
         if not self.memory.full_layers:
             message = "every layer of this model has a sliding window: its KV is bounded without a kv_policy"
             raise InvalidRequest(message, param="kv_policy")
-        return policy if isinstance(policy.budget, int) else policy.with_budget(self._tokens(policy.budget))
+        if isinstance(policy.budget, int):
+            return policy
+        tokens, share = self._tokens(policy.budget), self.fit_share()
+        if policy.budget == FIT and share < 1:
+            with suppress(InvalidRequest):  # too little for the policy: pressure alone refuses nobody here
+                return policy.with_budget(int(share * tokens))
+        return policy.with_budget(tokens)
 
     def _tokens(self, budget: str) -> int:
         """A budget in bytes, or all that fits, in tokens: whole blocks of the layers that see everything."""

@@ -36,7 +36,7 @@ from pagoda.kv.observe import OPERATOR, Eviction, MissLog
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, Node, TokenArray, common_prefix
 from pagoda.kv.retention import PinnedPrefix, Retained, Retention
-from pagoda.kv.tenants import Share, Tenant, Tenants
+from pagoda.kv.tenants import Share, Taker, Tenant, Tenants
 from pagoda.kv.view import PrefixView, outline, prefixes
 
 
@@ -59,6 +59,7 @@ class CacheStats:
     num_copied_blocks: int = 0
     num_returned_blocks: int = 0  # by compaction
     num_restored_tokens: int = 0
+    num_failed_allocations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,22 +257,29 @@ class Books:
         if missing > 0:
             self.retention.expire()
         if missing > self.tenants.num_evictable(scope.namespace):
+            self.stats.num_failed_allocations += 1
             raise OutOfBlocks(count, self.num_available_to(scope))
         if missing > 0:
             self.evict(missing, scope.namespace)
         return self._allocator.allocate(count, self._tenant(scope).index)
 
-    def evict(self, count: int, taker: str | None = None) -> int:
+    def keep_free(self, count: int) -> int:
+        """Evict what nobody holds or is guaranteed until `count` blocks are free; returns how many that took."""
+        missing = count - self._allocator.num_free
+        return self.evict(missing, Taker.NEXT) if missing > 0 else 0
+
+    def evict(self, count: int, taker: str | Taker = Taker.OPERATOR) -> int:
         """Free at least `count` cached blocks, or all that may go; returns how many.
 
         Args:
-            taker: for which namespace; None for the operator, before whom no share is guaranteed.
+            taker: for which namespace, or for whom else.
         """
+        why = OPERATOR if taker is Taker.OPERATOR else self._policy_name
         self._tree.expire(self._clock())
         freed, unable = 0, set[int]()
         while freed < count and (plan := self.tenants.plan(count - freed, taker, unable)):
             for account, share in plan:
-                num_evicted = self._evict_from(account, share, OPERATOR if taker is None else self._policy_name)
+                num_evicted = self._evict_from(account, share, why)
                 freed += num_evicted
                 if num_evicted < share:
                     unable.add(account)

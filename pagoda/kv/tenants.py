@@ -17,11 +17,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from pagoda.errors import ConfigError
 from pagoda.kv.allocator import Allocator, BlockIds
 
 COMMONS = 0
+
+
+class Taker(Enum):
+    """Who takes blocks, if no tenant does: the operator, before whom no share is guaranteed, or whoever comes next."""
+
+    OPERATOR = "operator"
+    NEXT = "next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,21 @@ class Tenants:
         account = self.of(namespace).account
         return self._used(account) + num_more <= self._guaranteed[account]
 
+    def entitlements(self) -> list[float]:
+        """Blocks that each account is due by guarantee and weight; what those without blocks leave is shared."""
+        total, used = self._allocator.num_blocks, [self._used(account) > 0 for account in range(len(self._weights))]
+        weight = sum(self._weights[account] for account, uses in enumerate(used) if uses)
+        kept = sum(self._guaranteed[account] for account, uses in enumerate(used) if uses)
+        due = []
+        for own, guaranteed, uses in zip(self._weights, self._guaranteed, used, strict=True):
+            others = (weight - own, kept - guaranteed) if uses else (weight, kept)
+            due.append(guaranteed + own / (others[0] + own) * max(0, total - others[1] - guaranteed))
+        return due
+
+    def num_held_by(self, account: int) -> int:
+        """Blocks of an account that requests or leases hold."""
+        return self._used(account) - self._cached(account)
+
     def gives_way(self, loser: str, taker: str) -> bool:
         """Whether a tenant must give blocks up when another one needs some: the same, or one over its share."""
         mine = self.of(loser).account
@@ -152,23 +175,23 @@ class Tenants:
         own = self.of(taker).account
         return sum(self._spare(account, own) for account in range(len(self._guaranteed)))
 
-    def _spare(self, account: int, taker: int | None) -> int:
-        """Cached blocks that an account gives up for another; all if it is the taker itself, or there is none."""
+    def _spare(self, account: int, taker: int | Taker) -> int:
+        """Cached blocks that an account gives up for another; all for itself and for the operator."""
         cached = self._cached(account)
-        if taker in (None, account):
+        if taker in (Taker.OPERATOR, account):
             return cached
         return max(0, min(cached, self._used(account) - self._kept[account]))
 
-    def plan(self, count: int, taker: str | None, unable: Collection[int] = ()) -> list[tuple[int, int]]:
+    def plan(self, count: int, taker: str | Taker, unable: Collection[int] = ()) -> list[tuple[int, int]]:
         """Which accounts give up how many of `count` blocks; fewer than that if not so many may go. Mutates nothing.
 
         Args:
-            taker: who needs them; None is the operator, before whom no share is guaranteed.
+            taker: the namespace that needs them, or who else.
             unable: accounts that have nothing more to give.
         """
         if not self._owners:
             return [] if unable else [(COMMONS, count)]
-        own = None if taker is None else self.of(taker).account
+        own = self.of(taker).account if isinstance(taker, str) else taker
         able = [account for account in range(len(self._guaranteed)) if account not in unable]
         spare = {account: self._spare(account, own) for account in able}
         excess = {account: self._used(account) - self._guaranteed[account] for account in spare}

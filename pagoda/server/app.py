@@ -29,6 +29,7 @@ from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import Prefiller
 from pagoda.server.openai import Served, openai_router
 from pagoda.server.passages import BlendDefaults
+from pagoda.server.pressure import BodyBudget, PressureMiddleware
 from pagoda.server.prices import Prices
 from pagoda.server.tier_metrics import health_of
 from pagoda.server.token import TokenGuard
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pagoda.server.tracing import Tracing  # needs an optional package
 
 MAX_BODY_BYTES = 8 << 20
+MAX_BODIES_BYTES = 128 << 20  # of all requests together that are not answered yet
 SAVE_EVERY_S = 60.0
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,8 @@ def create_app(
     """
     lifecycle = Lifecycle(engine, drain_s)
     accounts = ledger or Ledger()
-    metrics = Metrics(engine)
+    bodies = BodyBudget(max(MAX_BODIES_BYTES, 2 * max_body_bytes))
+    metrics = Metrics(engine, bodies)
     recent = Recent()
     listeners = [listener for listener in (access_log, tracing) if listener is not None]
     for observer in (metrics, recent, *listeners):
@@ -146,6 +149,7 @@ def create_app(
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.lifecycle = lifecycle
     install_handlers(app)
+    app.add_middleware(PressureMiddleware, engine=engine, bodies=bodies)
     served = Served(
         engine,
         tuple(served_model_names) or (engine.model_name,),

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
+from pagoda.engine.pressure_report import PressureReport
 from pagoda.kv.keys import Scope
 
 __all__ = ["Backend", "BackendStats", "CacheAdmin", "Scope", "Tokenizer"]
@@ -73,6 +74,8 @@ class BackendStats(Protocol):
     def host_bytes(self) -> int: ...  # noqa: D102
     @property
     def fetched_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def pressure(self) -> PressureReport: ...  # noqa: D102
 
 
 class Backend(Protocol):
@@ -112,7 +115,7 @@ class Backend(Protocol):
         adapter: str | None = None,
         blend: BlendSpec | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request; closing the generator aborts it. The first item raises RequestError if it is refused."""
+        """Run a request; closing the generator aborts it. Refusals raise at the first item."""
 
     def block_names(self, prompt: Sequence[int], scope: Scope, adapter: str | None = None) -> Sequence[int] | None:
         """What block events call a prompt's whole blocks; None if there are no events. Called from any thread."""

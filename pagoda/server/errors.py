@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,7 +10,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pagoda.errors import ContextTooLong, MemoryPressure, ModelError, ModelNotFound, RequestAborted, RequestError
+from pagoda.errors import (
+    ContextTooLong,
+    MemoryPressure,
+    ModelError,
+    ModelNotFound,
+    Overloaded,
+    RequestAborted,
+    RequestError,
+)
 
 CLIENT_GONE = 499  # nginx's status for an answer nobody waits for; it only reaches logs
 
@@ -38,6 +47,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, _body(str(error), error.param, "invalid_value")
         case ModelError():
             return 500, _body(f"The model failed: {error}.", None, "model_error", type_="server_error")
+        case Overloaded():
+            return 429, _body(str(error), None, error.reason, type_="rate_limit_error")
         case MemoryPressure():
             return 503, _body(
                 f"Out of KV memory: {error}; try again shortly.", None, "overloaded", type_="server_error"
@@ -49,8 +60,14 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 def error_response(error: Exception) -> JSONResponse:
     """The response for an exception."""
     status, body = describe(error)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, status, headers_of(error))
+
+
+def headers_of(error: Exception) -> dict[str, str] | None:
+    """What an answer to a refused request says in its headers."""
+    if isinstance(error, Overloaded):
+        return {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(describe(error)[0])
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -16,6 +16,7 @@ from pagoda.engine.outputs import FinishReason, MissReason, RequestStats, StepSt
 from pagoda.server.backend import Backend
 from pagoda.server.cache_metrics import AgeMetrics, TenantMetrics
 from pagoda.server.dashboard.recent import is_warm
+from pagoda.server.pressure import BodyBudget, PressureMetrics
 from pagoda.server.tier_metrics import TierMetrics
 
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -26,9 +27,10 @@ _REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.
 class Metrics:
     """An EngineObserver with a registry of its own. Its methods run on the engine's thread and only add numbers."""
 
-    def __init__(self, engine: Backend) -> None:
+    def __init__(self, engine: Backend, bodies: BodyBudget) -> None:
         registry = self.registry = CollectorRegistry()
         registry.register(_EngineGauges(engine))
+        registry.register(PressureMetrics(lambda: engine.stats().pressure, bodies))
         registry.register(TierMetrics(engine.tiers))
         registry.register(AgeMetrics(engine.block_ages))
 

@@ -50,8 +50,9 @@ class Prefiller:
     async def _prefill(self, next_turn: NextTurn, text: str, scope: Scope, adapter: str | None) -> None:
         try:
             tokens = await asyncio.to_thread(next_turn, text)
-            if self._engine.stats().num_waiting:
-                return  # whoever waits needs the time more
+            stats = self._engine.stats()
+            if stats.num_waiting or stats.pressure.level:
+                return  # others need the time or the room more
             nothing = SamplingParams(max_tokens=0)
             async for _ in self._engine.stream(tokens, nothing, scope=scope, priority=_LAST, adapter=adapter):
                 pass

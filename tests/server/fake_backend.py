@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ from pagoda.engine.outputs import (
     Usage,
 )
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
-from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, RequestAborted
+from pagoda.engine.pressure_report import PressureReport
+from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, Overloaded, RequestAborted
 from pagoda.kv.keys import Scope
 
 STORY = "once upon a time a pagoda kept every block it had ever seen. "
@@ -94,6 +95,7 @@ class FakeStats:
     num_leases_refused: int = 1
     host_bytes: int = 4096
     fetched_bytes: int = 512
+    pressure: PressureReport = field(default_factory=PressureReport)
 
 
 class FakeAdmin:
@@ -127,6 +129,8 @@ class FakeBackend:
         self.step_s = step_s
         self.tokenizer = FakeTokenizer()
         self.is_healthy = False
+        self.pressure = PressureReport()
+        self.overloaded: Overloaded | None = None  # how every request is refused
         self.live: dict[str, int] = {}  # request id -> blocks held
         self.seen: list[dict[str, Any]] = []
         self.aborted: list[str] = []
@@ -183,7 +187,7 @@ class FakeBackend:
 
     def stats(self) -> FakeStats:
         held = sum(self.live.values())
-        return FakeStats(NUM_BLOCKS, NUM_BLOCKS - held, held, 0, len(self.live), 0)
+        return FakeStats(NUM_BLOCKS, NUM_BLOCKS - held, held, 0, len(self.live), 0, pressure=self.pressure)
 
     async def stream(
         self,
@@ -199,6 +203,8 @@ class FakeBackend:
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._draining:
             raise RequestAborted("the engine is stopping")
+        if self.overloaded is not None:
+            raise self.overloaded
         room = self.max_model_len - len(prompt)
         if room < (1 if params.max_tokens is None else params.max_tokens):
             raise ContextTooLong(

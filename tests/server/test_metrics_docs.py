@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagoda.engine.pressure_report import PressureReport
 from pagoda.kv.breaker import BreakerState
 from pagoda.kv.tiers.records import Usage
 
@@ -37,6 +38,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 async def exposed(folder: Path) -> dict[str, tuple[str, set[str]]]:
     backend = FakeBackend()
     backend.tier_reports = [report("dram", BreakerState.CLOSED, Usage(1000, 500, 400, 10))]
+    backend.pressure = PressureReport(memory_limit=1 << 30)
     async with run_server(backend) as live:
         text = (await live.http.get("/metrics")).text
     async with serve(folder, admin_key="root") as live:

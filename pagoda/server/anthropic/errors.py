@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from pagoda.server.errors import describe
+from pagoda.server.errors import describe, headers_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ _TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     415: "invalid_request_error",
+    429: "rate_limit_error",
     OVERLOADED: "overloaded_error",
 }
 
@@ -51,6 +52,6 @@ class AnthropicRoute(APIRoute):
                 status, body = describe_error(error)
                 if status == 500:
                     logger.exception("failed to answer %s", request.url.path)
-                return JSONResponse(body, status)
+                return JSONResponse(body, status, headers_of(error))
 
         return handler

@@ -23,6 +23,7 @@ from pagoda.server.auth import is_admin
 from pagoda.server.backend import Backend
 from pagoda.server.dashboard.recent import Recent
 from pagoda.server.openai.respond import Served
+from pagoda.server.pressure import pressure_overview
 from pagoda.server.tier_metrics import health_of
 
 MAX_CELLS = 2048
@@ -80,6 +81,7 @@ def overview_router(served: Served, recent: Recent, admin_key: str | None) -> AP
                     "running": stats.num_running,
                     "waiting": stats.num_waiting,
                 },
+                "pressure": pressure_overview(stats.pressure),
                 "map": _map_report(look, own),
                 "tenants": [asdict(tenant) for tenant in look.usage],
                 "tree": await asyncio.to_thread(runs, look, admin),

@@ -9,6 +9,7 @@ const SLOWEST_MS = 10000;
 const KEPT = 150; // answers: five minutes
 const LEAST_SHOWN = 30; // answers that a line has room for
 const RECENT_MS = 60000;
+const LEVELS = ["Calm", "Smaller batches", "Evicting ahead", "Compressing", "Holding", "Preempting"];
 const REASONS = {
   evicted: "evicted",
   lease_expired: "lease ran out, then evicted",
@@ -74,7 +75,7 @@ function show() {
   byId("model").textContent = `${state.server.model}, Pagoda ${state.server.version}`;
   showHits(state);
   showTtft(state.ttft);
-  showPressure(state.pool, state.requests);
+  showPressure(state);
   showRequests(state);
   drawMap(state.map, state.pool);
   drawTree(state.tree, state.viewer === "admin");
@@ -108,17 +109,16 @@ function showTtft(ttft) {
   byId("ttft-note").textContent = `of ${ttft.cold.count} cold and ${ttft.warm.count} warm requests`;
 }
 
-function showPressure(pool, requests) {
-  const held = pool.held / pool.total;
-  const level = held >= 0.9 ? "Tight" : held >= 0.7 ? "Busy" : "Calm";
+function showPressure({ pool, pressure, requests }) {
   const big = byId("pressure");
-  big.textContent = level;
-  big.classList.toggle("tight", level === "Tight");
+  big.textContent = LEVELS[pressure.level];
+  big.classList.toggle("tight", pressure.level >= 4);
+  const refused = Object.values(pressure.refused).reduce((sum, each) => sum + each, 0);
   byId("pressure-note").textContent =
-    `${percent(pool.held, pool.total)} of ${count(pool.total)} blocks held, ${percent(pool.cached, pool.total)} cached; ` +
-    `${count(requests.preemptions)} preemptions`;
+    `level ${pressure.level} of 5; ${percent(pool.held, pool.total)} of ${count(pool.total)} blocks held, ` +
+    `${percent(pool.cached, pool.total)} cached; ${count(requests.preemptions)} preemptions, ${count(refused)} refused`;
   const [heldBar, cachedBar] = byId("pressure-bar").children;
-  heldBar.style.width = `${100 * held}%`;
+  heldBar.style.width = `${(100 * pool.held) / pool.total}%`;
   cachedBar.style.width = `${(100 * pool.cached) / pool.total}%`;
 }
 

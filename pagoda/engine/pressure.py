@@ -1,0 +1,213 @@
+"""The pressure ladder: signals in, a level out. Pure: it acts on nothing, and its clock is given.
+
+    5 preempt   the lowest class gives way to those above it; more replicas are asked for
+    4 hold      only what fits to its end is admitted; what is too long, or would wait too long, is refused
+    3 compress  contexts that allow it become sparse
+    2 evict     part of the pool is kept free: what nobody holds goes before its room is needed
+    1 shrink    smaller batches, shorter prefills
+    0 calm
+
+A level does what those below it do, too. Each signal has a threshold for each level; the highest that any asks for is
+gone to, one level at a time, each given time to help. A level is left when all signals have stayed clearly below its
+thresholds for a while, one at a time again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields
+from enum import IntEnum
+from itertools import pairwise
+
+from pagoda.errors import ConfigError
+
+NEVER = math.inf
+
+Rungs = tuple[float, float, float, float, float]  # what asks for levels 1 to 5
+
+
+class Level(IntEnum):
+    """How much is done about pressure."""
+
+    CALM = 0
+    SHRINK = 1
+    EVICT = 2
+    COMPRESS = 3
+    HOLD = 4
+    PREEMPT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What there is of pressure. Rates are of the last few seconds.
+
+    Attributes:
+        pool: the share of blocks that requests and leases hold.
+        failures: times a second that blocks were needed and not there.
+        preemptions: samples a second put back in the queue.
+        queue: the longest wait of those that never ran, over what their class should wait at most.
+        memory: the process's resident memory over its limit; 0 without a limit.
+        throttles: times a second that the kernel held the process's cgroup back for its memory; 0 where none tells.
+    """
+
+    pool: float = 0.0
+    failures: float = 0.0
+    preemptions: float = 0.0
+    queue: float = 0.0
+    memory: float = 0.0
+    throttles: float = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name} {getattr(self, each.name):.2f}" for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The value of each signal from which it asks for each level.
+
+    Raises:
+        ConfigError: values are not positive, or fall from one level to the next.
+    """
+
+    pool: Rungs = (0.85, 0.90, 0.94, 0.97, NEVER)
+    failures: Rungs = (0.5, 1.0, 2.0, 4.0, NEVER)
+    preemptions: Rungs = (0.5, 1.0, 2.0, 4.0, NEVER)
+    queue: Rungs = (0.25, 0.5, 0.75, 1.0, 2.0)
+    memory: Rungs = (0.80, 0.85, 0.90, 0.95, 0.98)
+    throttles: Rungs = (0.1, 0.5, 1.0, 2.0, 10.0)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            rungs = getattr(self, each.name)
+            if not all(0 < low <= high for low, high in pairwise(rungs)):
+                raise ConfigError(f"{each.name} needs thresholds above 0 that do not fall, got {rungs}")
+
+
+@dataclass(frozen=True, slots=True)
+class LadderConfig:
+    """How the level follows the signals.
+
+    Attributes:
+        levels: those that are gone to; the others are passed over. With none of them the level is always 0.
+        thresholds: see there.
+        leave: a level is left below this share of its thresholds.
+        rise_s: how long a level is given before the next one.
+        fall_s: how long all must have been below before a level is left.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    levels: frozenset[int] = frozenset(range(1, 6))
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    leave: float = 0.9
+    rise_s: float = 0.5
+    fall_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not self.levels <= set(range(1, 6)):
+            raise ConfigError(f"levels are 1 to 5, got {sorted(self.levels)}")
+        if not 0 < self.leave <= 1:
+            raise ConfigError(f"leave must be above 0 and at most 1, got {self.leave}")
+        for name in ("rise_s", "fall_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of seconds, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChange:
+    """A step on the ladder, and the signals that caused it."""
+
+    before: Level
+    after: Level
+    signals: Signals
+
+
+class Ladder:
+    """Follows the signals.
+
+    Args:
+        clock: seconds that never go back.
+
+    Attributes:
+        level: now.
+        num_entered: how often each level was gone to.
+    """
+
+    def __init__(self, config: LadderConfig, clock: Callable[[], float]) -> None:
+        self.level = Level.CALM
+        self.num_entered: Counter[Level] = Counter()
+        self._config = config
+        self._clock = clock
+        self._steps = [Level.CALM, *(Level(number) for number in sorted(config.levels))]
+        self._changed_at = self._pressed_at = self._counted_at = clock()
+        self._seconds: defaultdict[Level, float] = defaultdict(float)
+
+    def look(self, signals: Signals) -> LevelChange | None:
+        """Go to the next level up or down, if it is time to. Call it every now and then."""
+        now = self._clock()
+        at = self._steps.index(self.level)
+        if self._asked(signals, 1.0) > self.level:
+            self._pressed_at = now
+            if self.level is Level.CALM or now - self._changed_at >= self._config.rise_s:
+                return self._go(self._steps[at + 1], signals)
+        elif self._asked(signals, self._config.leave) >= self.level:
+            self._pressed_at = now
+        elif now - max(self._pressed_at, self._changed_at) >= self._config.fall_s:
+            return self._go(self._steps[at - 1], signals)
+        return None
+
+    def _asked(self, signals: Signals, share: float) -> Level:
+        """The highest level of which some signal has reached a share of its threshold."""
+        pairs = list(zip(astuple(signals), astuple(self._config.thresholds), strict=True))
+        reached = [step for step in self._steps[1:] if any(value >= share * rungs[step - 1] for value, rungs in pairs)]
+        return max(reached, default=Level.CALM)
+
+    def _go(self, level: Level, signals: Signals) -> LevelChange:
+        change = LevelChange(self.level, level, signals)
+        self.seconds()
+        self.level = level
+        self._changed_at = self._clock()
+        self.num_entered[level] += 1
+        return change
+
+    def seconds(self) -> dict[Level, float]:
+        """How long each level has lasted until now, all its times together."""
+        now = self._clock()
+        self._seconds[self.level] += now - self._counted_at
+        self._counted_at = now
+        return dict(self._seconds)
+
+
+class Rate:
+    """How often something happens, forgotten exponentially.
+
+    Args:
+        window_s: what is older than a few of these does not count.
+    """
+
+    def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._per_s = 0.0
+        self._began_at = self._at = clock()
+
+    def add(self, count: int) -> None:
+        """It happened so often just now."""
+        self._per_s = self.per_s + count / self._window_s
+
+    @property
+    def per_s(self) -> float:
+        """Times a second."""
+        now = self._clock()
+        self._per_s *= math.exp((self._at - now) / self._window_s)
+        self._at = now
+        return self._per_s
+
+    @property
+    def per_s_so_far(self) -> float:
+        """Times a second since this was made: what was before is not known, and does not count as nothing."""
+        known = 1 - math.exp((self._began_at - self._clock()) / self._window_s)
+        return self.per_s / known if known else 0.0
