@@ -54,6 +54,14 @@ def _check_tiers(specs: list[str] | None) -> list[str] | None:
     return specs
 
 
+def _check_format(name: str) -> str:
+    if name != "auto":
+        from pagoda.kv.formats import parse_format
+
+        _check("--kv-format", parse_format, name)
+    return name
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     """Layer numbers from `0,1,29`, or none from an empty text. Raises ConfigError."""
     try:
@@ -192,6 +200,7 @@ KvFormat = Annotated[
     typer.Option(
         "--kv-format",
         metavar="FORMAT",
+        callback=_check_format,
         help="How keys and values are stored: auto, bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.",
         rich_help_panel=_MEMORY,
     ),

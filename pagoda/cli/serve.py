@@ -309,7 +309,8 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     lines = {
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
-        "KV cache": f"{format_size(cache.bytes_total)} = {cache.num_blocks:,} blocks of {cache.block_size}"
+        "KV cache": f"{format_size(cache.bytes_total)}{'' if cache.kv_format == 'auto' else ' in ' + cache.kv_format}"
+        f" = {cache.num_blocks:,} blocks of {cache.block_size}"
         f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
         "Memory": f"{format_size(rss_bytes())} resident, the KV cache and the weights with it; "
         + ("no limit known" if limit is None else f"at most {format_size(limit)}"),

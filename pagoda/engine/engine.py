@@ -56,8 +56,9 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """The size of the KV pool."""
+    """The size of the KV pool; `kv_format` is as it was asked for."""
 
+    kv_format: str
     num_blocks: int
     block_size: int
     bytes_total: int
@@ -210,6 +211,7 @@ class Engine:
             self.core.audit(audit, pool)
         self._fingerprint = _fingerprint(layout, loaded)
         self._bytes_total = pool.num_bytes
+        self._kv_format = kv_format
         self._names = itertools.count()
 
     def reload_weights(self, path: str) -> None:
@@ -298,6 +300,7 @@ class Engine:
         cache = self.core.cache
         tokens = cache.num_blocks // len(cache.layout.groups) * cache.block_size
         return CacheInfo(
+            kv_format=self._kv_format,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             bytes_total=self._bytes_total,

@@ -67,7 +67,8 @@ def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch
     view.staging.keys[staged, :, offsets] = k
     view.staging.values[staged, :, offsets] = v
     is_last = offsets == block_size - 1
-    _close_blocks(view, view.staging, blocks[is_last], staged[is_last])
+    if is_last.any():
+        _close_blocks(view, view.staging, blocks[is_last], staged[is_last])
 
 
 def _write_rows(

@@ -10,6 +10,7 @@ import numpy as np
 
 from pagoda.kv.cache import KVCache
 from pagoda.kv.eviction import EvictionPolicy
+from pagoda.kv.formats import parse_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.tenants import Share
@@ -51,15 +52,9 @@ class TokenPool:
         self.slots[free] = POISON
 
 
-def layout(block_size: int, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
-    return KVLayout.for_attention(
-        num_layers=len(windows),
-        num_kv_heads=1,
-        head_dim=8,
-        block_size=block_size,
-        dtype="float32",
-        windows=windows,
-    )
+def layout(block_size: int, windows: tuple[int | None, ...] = (None,), kv_format: str = "fp32") -> KVLayout:
+    kept = parse_format(kv_format)
+    return KVLayout([kept.attention(1, 8, block_size, window, "float32") for window in windows], block_size)
 
 
 def make(
@@ -69,6 +64,7 @@ def make(
     policy: EvictionPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
     shares: Mapping[str, Share] = MappingProxyType({}),
+    kv_format: str = "fp32",
 ) -> tuple[KVCache, TokenPool]:
     pool = TokenPool(num_blocks, block_size)
-    return KVCache(layout(block_size, windows), pool, policy, clock=clock, shares=shares), pool
+    return KVCache(layout(block_size, windows, kv_format), pool, policy, clock=clock, shares=shares), pool

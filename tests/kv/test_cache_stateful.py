@@ -54,6 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
     policy = "lru"
     shares: Mapping[str, Share] = MappingProxyType({})
+    kv_format = "fp32"
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache: KVCache
         self.pool: TokenPool
         self.cache, self.pool = make(
-            num_blocks, block_size, self.windows, make_policy(self.policy), clock=lambda: self.now, shares=self.shares
+            num_blocks,
+            block_size,
+            self.windows,
+            make_policy(self.policy),
+            clock=lambda: self.now,
+            shares=self.shares,
+            kv_format=self.kv_format,
         )
         self.cache.retention.limit_blocks = num_blocks // 2
         self.listener = Listener()
@@ -93,6 +100,9 @@ class CacheMachine(RuleBasedStateMachine):
         hit = lease.num_hit_tokens
         self.running.append(Running(lease, tokens, hit))
         assert hit <= expected < tokens.size
+        if self.kv_format == "int4":
+            assert hit == expected
+            assert hit % self.cache.block_size == 0
         if None in self.windows:
             assert expected - hit < self.cache.block_size  # only a tail that could not be copied is given up
         self.verify(lease, tokens, hit)
@@ -276,7 +286,20 @@ class HybridSharesMachine(CacheMachine):
     shares = MappingProxyType({"": Share(guaranteed=0.2), "tenant": Share(guaranteed=0.4)})
 
 
-MACHINES = [CacheMachine, ReuseMachine, HybridMachine, WindowMachine, SharesMachine, HybridSharesMachine]
+class WholeBlocksMachine(CacheMachine):
+    windows = (None, 5)
+    kv_format = "int4"
+
+
+MACHINES = [
+    WholeBlocksMachine,
+    CacheMachine,
+    ReuseMachine,
+    HybridMachine,
+    WindowMachine,
+    SharesMachine,
+    HybridSharesMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -52,7 +52,7 @@ def test_help_needs_neither_torch_nor_a_web_server() -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("serve", ["--kv-memory", "--queue-policy", "lpm", "PAGODA_API_KEY", "--served-model-name"]),
+        ("serve", ["--kv-memory", "--kv-format", "--queue-policy", "lpm", "PAGODA_API_KEY", "--served-model-name"]),
         ("chat", ["--url", "--system"]),
         ("generate", ["--json", "PROMPT"]),
     ],
@@ -84,6 +84,8 @@ def test_errors_are_one_line_and_status_2(
         cases = [
             (["serve", "/no/such", "--port", "0"], "no model at /no/such [red]"),
             (["generate", "Hi", "--model", "/no/such"], "no model at /no/such"),
+            (["serve", "--kv-format", "int3"], "--kv-format: no KV format is called 'int3'"),
+            (["serve", "--kv-skip-layers", "0,x"], "--kv-skip-layers: not a list of layers: '0,x'"),
             (["generate", "Hi", "--temperature", "-1"], "temperature must be between"),
             (["serve", "--port", port], f"cannot serve on 127.0.0.1:{port}: Address already in use"),
             (["serve", "--host", "203.0.113.1"], "cannot serve on 203.0.113.1:8000: Cannot assign"),
