@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,25 +15,8 @@ from pagoda.sparse.base import Place
 from pagoda.sparse.report import SparseReport
 from pagoda.sparse.store import SparseMemory
 
-
-class Choice(Protocol):
-    """What a sequence asks of its policy; see Dropping."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def num_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def num_between(self) -> int: ...  # noqa: D102
-    @property
-    def packs_positions(self) -> bool: ...  # noqa: D102
-    @property
-    def num_packed(self) -> int: ...  # noqa: D102
-    @property
-    def compresses_output(self) -> bool: ...  # noqa: D102
-    def layer_budget(self, index: int, num_layers: int) -> int: ...  # noqa: D102
-    def observed(self, num_prompt: int) -> range: ...  # noqa: D102
-    def select(self, positions: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor: ...  # noqa: D102
+if TYPE_CHECKING:
+    from pagoda.sparse.dropping import Dropping
 
 
 class DroppingSequence:
@@ -45,7 +28,7 @@ class DroppingSequence:
         exact: nothing is dropped before the prompt is computed.
     """
 
-    def __init__(self, policy: Choice, num_prompt: int, cache: KVCache, memory: SparseMemory, *, exact: bool) -> None:
+    def __init__(self, policy: Dropping, num_prompt: int, cache: KVCache, memory: SparseMemory, *, exact: bool) -> None:
         self.rotary_offset = 0
         self._policy = policy
         self._num_prompt = num_prompt
