@@ -4,7 +4,13 @@ Recorded agent sessions (or, without a folder, conversations over Python's own s
 route`: each session asks its next turn when the last is answered, and some sessions run at a time. For each policy the
 replicas start cold. Reported are the share of prompt tokens that hit, time to first token, and requests per replica.
 Then one replica is killed in mid-run: requests lost, retried, and streams that broke. `--router NAME=COMMAND` puts
-another router before the same replicas: `{backends}` becomes their URLs, `{port}` the port to listen on.
+another router before the same replicas: `{backends}` becomes their URLs, `{port}` the port to listen on, `{events[0]}`
+and `{replays[0]}` URL=ENDPOINT of a replica's block events. Such routers are asked for the model `bench`:
+
+    --router "sglang=sglang-router launch --policy cache_aware --host 127.0.0.1 --port {port} --worker-urls {backends}"
+    --router "vllm=vllm-router --policy kv_aware --host 127.0.0.1 --port {port} --worker-urls {backends}
+        --kv-event-source {events[0]} --kv-event-source {events[1]} --kv-event-replay-source {replays[0]}
+        --kv-event-replay-source {replays[1]} --kv-event-block-size 16 --kv-event-model bench"
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +41,9 @@ from benchmarks.texts import source_text
 from pagoda.cluster.local import HOST, TOKEN_ENV, LocalReplicas
 from pagoda.cluster.routing import ROUTING_POLICIES
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=120)
 START_S = 180.0
+MODEL = "bench"
 
 Session = list[str]  # the prompt of each turn
 
@@ -49,6 +56,7 @@ class Run:
     ttft_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
+    num_refused: int = 0  # as too long, by a replica
     num_lost: int = 0
     num_broken: int = 0
     by_replica: dict[str, int] = field(default_factory=dict)
@@ -65,6 +73,7 @@ class Run:
             "ttft_p95_s": round(times[int(0.95 * (len(times) - 1))], 3) if times else None,
             "seconds": round(self.seconds, 1),
             "by_replica": self.by_replica,
+            "refused": self.num_refused,
             "lost": self.num_lost,
             "broken": self.num_broken,
         }
@@ -112,7 +121,7 @@ async def replay(url: str, sessions: Sequence[Session], concurrency: int, max_to
 
 
 async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int, run: Run) -> None:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     started = time.perf_counter()
     first: float | None = None
@@ -126,6 +135,10 @@ async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int, run: Run) -
                 first = time.perf_counter() - started if first is None else first
                 usage = json.loads(line[6:]).get("usage") or usage
             replica = answer.headers.get("x-pagoda-replica", "?")
+    except httpx.HTTPStatusError as error:
+        run.num_refused += error.response.status_code == 400
+        run.num_lost += error.response.status_code != 400
+        return
     except httpx.HTTPError:
         run.num_lost += first is None
         run.num_broken += first is not None
@@ -144,22 +157,22 @@ async def replicas(args: argparse.Namespace, *, token: str) -> AsyncIterator[Loc
     """Two cold replicas, with block events and token ids in them. Without a token others' routers may ask them."""
     events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-tokens"]
     memory = ["--kv-memory", args.kv_memory, "--max-model-len", str(args.context), "--log-level", "error"]
-    command = [sys.executable, "-m", "pagoda.cli", "serve", args.model, *events, *memory]
+    command = [sys.executable, "-m", "pagoda.cli", "serve", args.model, "--served-model-name", MODEL, *events, *memory]
     fleet = LocalReplicas(2, command, {TOKEN_ENV: token})
     task = asyncio.create_task(fleet.run())
     try:
         headers = {"x-pagoda-token": token}
-        await asyncio.gather(*(up(f"{url}/health", headers, task) for url in fleet.urls))
+        await asyncio.gather(*(up(f"{url}/health", headers, task.done) for url in fleet.urls))
         yield fleet
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def up(url: str, headers: dict[str, str], task: asyncio.Task[None] | None = None) -> None:
+async def up(url: str, headers: dict[str, str], is_gone: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_S
     async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
-        while time.monotonic() < deadline and not (task is not None and task.done()):
+        while time.monotonic() < deadline and not is_gone():
             try:
                 if (await http.get(url, timeout=2)).status_code < 500:
                     return
@@ -169,28 +182,34 @@ async def up(url: str, headers: dict[str, str], task: asyncio.Task[None] | None 
     raise SystemExit(f"nothing answers at {url}")
 
 
+async def endpoints(url: str) -> tuple[str, str]:
+    """Where a replica publishes and replays block events, as URL=ENDPOINT."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        ports = (await http.get(f"{url}/health")).json()["kv_events"]
+    return f"{url}=tcp://{HOST}:{ports['port']}", f"{url}=tcp://{HOST}:{ports['replay_port']}"
+
+
 @asynccontextmanager
 async def router(name: str, urls: Sequence[str], token: str, commands: dict[str, str]) -> AsyncIterator[str]:
     """A router of a policy, or another's by its command, as a process of its own."""
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     if name in commands:
-        command = shlex.split(commands[name].format(backends=" ".join(urls), port=port))
+        events, replays = zip(*[await endpoints(url) for url in urls], strict=True)
+        words = {"backends": " ".join(urls), "events": events, "replays": replays, "port": port}
+        command = shlex.split(commands[name].format(**words))
     else:
         backends = [part for url in urls for part in ("--backend", url)]
         options = ["--port", str(port), "--routing", name, "--log-level", "error"]
         command = [sys.executable, "-m", "pagoda.cli", "route", *backends, *options]
-    log = Path(f"/tmp/benchmark-router-{os.getpid()}.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env={**os.environ, TOKEN_ENV: token}, stdout=output, stderr=output)
+    process = subprocess.Popen(command, env={**os.environ, TOKEN_ENV: token}, stdout=subprocess.DEVNULL)
     try:
-        await up(f"http://{HOST}:{port}/health", {})
-        await asyncio.sleep(2.0)  # until it knows its replicas
+        await up(f"http://{HOST}:{port}/health", {}, lambda: process.poll() is not None)
+        await asyncio.sleep(3.0)  # until it knows its replicas
         yield f"http://{HOST}:{port}"
     finally:
         process.terminate()
         process.wait()
-        log.unlink(missing_ok=True)
 
 
 async def measure(args: argparse.Namespace, name: str, sessions: Sequence[Session], *, kill: bool = False) -> Run:
@@ -209,7 +228,17 @@ async def measure(args: argparse.Namespace, name: str, sessions: Sequence[Sessio
 
 def print_runs(runs: Sequence[Run]) -> None:
     table = Table(
-        "router", "requests", "tokens hit", "TTFT p50", "mean", "p95", "seconds", "by replica", "lost", "broken"
+        "router",
+        "requests",
+        "tokens hit",
+        "TTFT p50",
+        "mean",
+        "p95",
+        "seconds",
+        "by replica",
+        "refused",
+        "lost",
+        "broken",
     )
     for run in runs:
         f = run.figures()
@@ -219,7 +248,7 @@ def print_runs(runs: Sequence[Run]) -> None:
             f"{f['token_hit_rate']:.1%}",
             *(f"{f[key]}" for key in ("ttft_p50_s", "ttft_mean_s", "ttft_p95_s", "seconds")),
             " ".join(str(count) for _, count in sorted(f["by_replica"].items())),
-            str(f["lost"]),
+            *(str(f[key]) for key in ("refused", "lost")),
             str(f["broken"]),
         )
     console.print(table)

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from pagoda import __version__
 from pagoda.cli.chat import chat
+from pagoda.cli.cluster import cluster
 from pagoda.cli.generate import generate
 from pagoda.cli.kv import app as kv
 from pagoda.cli.plan import plan
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(route)
+app.command()(cluster)
 app.command()(chat)
 app.command()(generate)
 app.command()(plan)

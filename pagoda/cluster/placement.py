@@ -71,6 +71,14 @@ class Placement:
         Raises:
             NoReplica: there is none.
         """
+        return self.put(self.pick(prompt, besides), prompt)
+
+    def pick(self, prompt: Prompt, besides: Collection[int] = ()) -> int:
+        """The replica that `choose` sends a prompt to. Notes nothing but whose turn is next.
+
+        Raises:
+            NoReplica: there is none.
+        """
         load = self._load.copy()
         load[self._out] = np.inf
         load[list(besides)] = np.inf
@@ -78,15 +86,11 @@ class Placement:
             raise NoReplica("no replica takes requests now")
         if (last := self._sessions.get(prompt.session or "")) is not None:
             load[last] -= AFFINITY_TOKENS
-        known = self.index.known(prompt)
-        return self._put(self._policy.place(known, prompt.num_tokens, load), prompt, known)
+        return self._policy.place(self.index.known(prompt), prompt.num_tokens, load)
 
     def put(self, replica: int, prompt: Prompt) -> Placed:
-        """Send a prompt to a replica that somebody else chose."""
-        return self._put(replica, prompt, self.index.known(prompt))
-
-    def _put(self, replica: int, prompt: Prompt, known: npt.NDArray[np.int64]) -> Placed:
-        num_known = min(int(known[replica]), prompt.num_tokens)
+        """Send a prompt to a replica, whoever chose it."""
+        num_known = min(int(self.index.known(prompt)[replica]), prompt.num_tokens)
         placed = Placed(replica, prompt, num_known, 0.0)
         self._weigh(placed, max(1, prompt.num_tokens - num_known))
         self.index.expect(replica, prompt)
