@@ -25,6 +25,7 @@ struct AmxScratch {
     float* acc;     // [kTileRows / 16][head_dim][16 rows]
     float* top;     // [kTileRows]
     float* sum;     // [kTileRows]
+    void* widened;  // what Widened keeps
 
     AmxScratch(void* memory, int64_t head_dim)
         : q((bf16*)memory),
@@ -34,9 +35,10 @@ struct AmxScratch {
           scores((float*)(p + kTileKeys * kTileSide)),
           acc(scores + kTileKeys * kTileSide),
           top(acc + kTileRows * head_dim),
-          sum(top + kTileRows) {}
+          sum(top + kTileRows),
+          widened(sum + kTileRows) {}
     static int64_t bytes(int64_t head_dim) {
-        return (kTileRows + 2 * kTileKeys) * head_dim * (int64_t)sizeof(bf16) + kTileKeys * kTileSide * (int64_t)sizeof(bf16) +
+        return Widened<bf16>::bytes(head_dim) + (kTileRows + 2 * kTileKeys) * head_dim * (int64_t)sizeof(bf16) + kTileKeys * kTileSide * (int64_t)sizeof(bf16) +
                (kTileKeys * kTileSide + kTileRows * (head_dim + 2)) * (int64_t)sizeof(float);
     }
 };
@@ -61,9 +63,10 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
 }
 
 // Entries past `count` become zero, up to a whole tile of 32 keys: a NaN in a slot nobody wrote would spread.
-inline void pack_keys(const Entries<bf16>& entries, const Entries<bf16>& next, int count, int64_t head_dim, bf16* to) {
+template <typename Source>
+inline void pack_keys(const Entries<bf16>& entries, const Source& source, int count, int64_t head_dim, bf16* to) {
     for (int j = 0; j < count; j++) {
-        if (j % 4 == 0) prefetch(next, j, head_dim);
+        if (j % 4 == 0) source.prefetch_next(j);
         memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
     }
     const int end = (count + kTileSide - 1) / kTileSide * kTileSide;
@@ -149,25 +152,25 @@ struct SeenLanes {
     bool all;  // every row sees every one of the keys; then the rest is not set
     IntVec first, last;
 };
-inline SeenLanes seen_lanes(const AttentionArgs& a, const Tile& t, int64_t row, int64_t begin, int64_t end) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+inline SeenLanes seen_lanes(const AttentionArgs& a, const Tile& t, const Stretch& s, int64_t row, int64_t begin, int64_t end) {
     const int64_t last_row = smaller(row + kTileSide, t.row_end) - 1;
     SeenLanes lanes;
     // What the first and the last row see, all rows between them see.
-    lanes.all = seen(a, t, group, row, begin, end).last == end - begin && seen(a, t, group, last_row, begin, end).first == 0;
+    lanes.all = seen(a, t, s, row, begin, end).last == end - begin && seen(a, t, s, last_row, begin, end).first == 0;
     if (lanes.all) return lanes;
     for (int i = 0; i < kTileSide; i++) {
-        const Seen s = seen(a, t, group, smaller(row + i, last_row), begin, end);
-        lanes.first[i] = s.first;
-        lanes.last[i] = s.last;
+        const Seen visible = seen(a, t, s, smaller(row + i, last_row), begin, end);
+        lanes.first[i] = visible.first;
+        lanes.last[i] = visible.last;
     }
     return lanes;
 }
 
 // Scores of 16 rows -> P^T as a right operand; returns what the accumulated output must be multiplied by. Plain scores
-// are scaled on the way into the exponential; those that are capped or masked are rewritten before.
-inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const SeenLanes& seen, float* top, float* sum,
-                       bf16* p) {
+// are scaled on the way into the exponential; those that are capped or masked are rewritten before. Probabilities are multiplied
+// with `value_scales` after they were summed.
+inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const SeenLanes& seen, const float* value_scales, float* top,
+                       float* sum, bf16* p) {
     const Vec nothing = splat(-INFINITY);
     const bool plain = seen.all && a.softcap <= 0 && a.scale > 0;
     const float unit = plain ? a.scale * kLog2E : 1.0f;
@@ -189,14 +192,46 @@ inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const S
     Vec total = load(sum) * rescale;
     const int end = (count + kTileDepth - 1) / kTileDepth * kTileDepth;
     for (int j = 0; j < end; j += 2) {
-        const Vec even = j < count ? exp2(load(scores + j * kTileSide) * unit - base) : Vec{};
-        const Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) * unit - base) : Vec{};
+        Vec even = j < count ? exp2(load(scores + j * kTileSide) * unit - base) : Vec{};
+        Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) * unit - base) : Vec{};
         total += even + odd;
+        if (value_scales && j < count) {
+            even *= value_scales[j];
+            odd *= value_scales[smaller(j + 1, count - 1)];
+        }
         _mm512_storeu_si512(p + j * kTileSide, pack_pairs(even, odd));
     }
     store(top, new_top);
     store(sum, total);
     return rescale;
+}
+
+// One stretch's part in what `s` accumulates.
+template <typename Source>
+inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const AmxScratch& s) {
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    Source source(a, t, stretch, s.widened);
+    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+        const int count = (int)(end - begin);
+        const Entries<bf16>& entries = source.at(t.kv_head, begin, t.kv_head, end);
+        pack_keys(entries, source, count, head_dim, s.k);
+        pack_values(entries, count, head_dim, s.vt);
+        const float *key_scales = source.key_scales(), *value_scales = source.value_scales();
+        for (int64_t r = 0; r < rows; r += kTileSide) {
+            const SeenLanes lanes = seen_lanes(a, t, stretch, t.row_begin + r, begin, end);
+            amx_scores(s.k, s.q + r * head_dim, (count + kTileSide - 1) / kTileSide, head_dim, s.scores);
+            for (int j = 0; key_scales && j < count; j++) {
+                store(s.scores + j * kTileSide, load(s.scores + j * kTileSide) * key_scales[j]);
+            }
+            const Vec rescale = amx_softmax(a, s.scores, count, lanes, value_scales, s.top + r, s.sum + r, s.p);
+            float* acc = s.acc + r * head_dim;
+            if (_mm512_cmpneq_ps_mask((__m512)rescale, (__m512)splat(1.0f))) {
+                for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
+            }
+            amx_accumulate(s.vt, s.p, (count + kTileDepth - 1) / kTileDepth, head_dim, acc);
+        }
+    }
 }
 
 void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
@@ -211,23 +246,11 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
-    Entries<bf16> next(a, t, t.kv_head, t.key_begin);
-    for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, t.key_end);
-        const int count = (int)(end - begin);
-        const Entries<bf16> entries = next;
-        next = Entries<bf16>(a, t, t.kv_head, end);
-        pack_keys(entries, next, count, head_dim, s.k);
-        pack_values(entries, count, head_dim, s.vt);
-        for (int64_t r = 0; r < rows; r += kTileSide) {
-            const SeenLanes lanes = seen_lanes(a, t, t.row_begin + r, begin, end);
-            amx_scores(s.k, s.q + r * head_dim, (count + kTileSide - 1) / kTileSide, head_dim, s.scores);
-            const Vec rescale = amx_softmax(a, s.scores, count, lanes, s.top + r, s.sum + r, s.p);
-            float* acc = s.acc + r * head_dim;
-            if (_mm512_cmpneq_ps_mask((__m512)rescale, (__m512)splat(1.0f))) {
-                for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
-            }
-            amx_accumulate(s.vt, s.p, (count + kTileDepth - 1) / kTileDepth, head_dim, acc);
+    for (const Stretch& stretch : stretches(a, t)) {
+        if (lies_as<bf16>(stretch)) {
+            amx_attend<InPlace<bf16>>(a, t, stretch, s);
+        } else {
+            amx_attend<Widened<bf16>>(a, t, stretch, s);
         }
     }
     for (int64_t r = 0; r < rows; r += kTileSide) {

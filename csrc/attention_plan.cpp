@@ -256,6 +256,12 @@ void check_attention(const AttentionArgs& args, const Batch& batch) {
                                             std::to_string(blocks[b]) + ", outside 0.." +
                                             std::to_string(args.pool.num_blocks - 1));
             }
+            const Staged& staged = args.pool.staged;
+            const bool own = (b + 1) * args.pool.block_size > len - query_len;
+            if (staged.slot_of && own && (staged.slot_of[blocks[b]] < 0 || staged.slot_of[blocks[b]] >= staged.num_slots)) {
+                throw std::invalid_argument("block_table[" + std::to_string(r) + ", " + std::to_string(b) +
+                                            "]: the block has rows and no staged copy");
+            }
         }
     }
     check_shared(args, batch);

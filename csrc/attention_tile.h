@@ -8,7 +8,7 @@
 // are in units of log2, so that one multiplication by `scale * log2(e)` serves the exponentials too.
 #pragma once
 
-#include "vec.h"
+#include "kv_widened.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -16,67 +16,26 @@ namespace {
 constexpr float kLn2 = 0.693147181f;
 constexpr int kRowsAtOnce = kWidth == 16 ? 4 : 2;  // accumulators must fit the registers: rows x 4 vectors
 
-inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
-
 struct Scratch {
     float* q;       // [kTileRows, padded head_dim]
     float* acc;     // [kTileRows, padded head_dim]
     float* scores;  // [kTileRows, kTileKeys]
     float* top;     // [kTileRows] largest score so far
     float* sum;     // [kTileRows]
+    void* widened;  // what Widened keeps
 
     Scratch(void* memory, int64_t head_dim)
         : q((float*)memory),
           acc(q + kTileRows * padded(head_dim)),
           scores(acc + kTileRows * padded(head_dim)),
           top(scores + kTileRows * kTileKeys),
-          sum(top + kTileRows) {}
+          sum(top + kTileRows),
+          widened(sum + kTileRows) {}
     static int64_t bytes(int64_t head_dim) {
-        return (2 * kTileRows * padded(head_dim) + kTileRows * (kTileKeys + 2)) * (int64_t)sizeof(float);
+        return (2 * kTileRows * padded(head_dim) + kTileRows * (kTileKeys + 2)) * (int64_t)sizeof(float) +
+               Widened<float>::bytes(head_dim);
     }
 };
-
-// Where up to kTileKeys consecutive KV entries are. `count` is rounded up to 4 by repeating the last entry, so that
-// kernels need no tail; the repeated ones are masked.
-template <typename T>
-struct Entries {
-    const T* keys[kTileKeys];
-    const T* values[kTileKeys];
-    int count;
-
-    // A head's from `begin` on, as many as fit and the tile has: maybe none.
-    Entries(const AttentionArgs& a, const Tile& t, int kv_head, int64_t begin)
-        : count((int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, t.key_end - begin))) {
-        const Pool& pool = a.pool;
-        int64_t slot = begin % pool.block_size;
-        const int32_t* block = t.blocks + begin / pool.block_size;
-        for (int j = 0; j < count;) {
-            const T* k = (const T*)pool.keys.data + *block * pool.keys.block_stride + kv_head * pool.keys.head_stride;
-            const T* v =
-                (const T*)pool.values.data + *block * pool.values.block_stride + kv_head * pool.values.head_stride;
-            for (; slot < pool.block_size && j < count; slot++, j++) {
-                keys[j] = k + slot * pool.keys.slot_stride;
-                values[j] = v + slot * pool.values.slot_stride;
-            }
-            slot = 0;
-            block++;
-        }
-        for (int j = count; j % 4; j++) {
-            keys[j] = keys[count - 1];
-            values[j] = values[count - 1];
-        }
-    }
-};
-
-// A row's own part of the keys [begin, end), counted from `begin`: it sees first <= j < last.
-struct Seen {
-    int first, last;
-};
-inline Seen seen(const AttentionArgs& a, const Tile& t, int64_t group, int64_t row, int64_t begin, int64_t end) {
-    const int64_t position = t.first_position + row / group;
-    const int64_t first = a.window > position ? 0 : position - a.window + 1;
-    return {(int)(smaller(larger(first, begin), end) - begin), (int)(larger(smaller(position + 1, end), begin) - begin)};
-}
 
 template <int kRows, typename T>
 PAGODA_INLINE void score_step(Vec (&acc)[kRows][4], const float* q, int64_t stride, const T* const* keys, int64_t i,
@@ -103,23 +62,11 @@ inline void score_block(const float* q, int64_t head_dim, const T* const* keys, 
     for (int r = 0; r < kRows; r++) sum4(acc[r], scores + r * kTileKeys);
 }
 
-// Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
-template <typename T>
-inline void prefetch(const Entries<T>& entries, int begin, int64_t head_dim) {
-    constexpr int kLine = 64 / sizeof(T);
-    for (int j = begin; j < smaller(begin + 4, entries.count); j++) {
-        for (int64_t i = 0; i < head_dim; i += kLine) {
-            __builtin_prefetch(entries.keys[j] + i);
-            __builtin_prefetch(entries.values[j] + i);
-        }
-    }
-}
-
-template <typename T>
-inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Entries<T>& next, int64_t rows,
+template <typename T, typename Source>
+inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Source& source, int64_t rows,
                   float* scores) {
     for (int j = 0; j < entries.count; j += 4) {
-        prefetch(next, j, head_dim);
+        source.prefetch_next(j);
         for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
             const float* qr = q + r * padded(head_dim);
             float* to = scores + r * kTileKeys + j;
@@ -262,10 +209,32 @@ inline void finish_row(const AttentionArgs& a, const Tile& t, int h, int64_t r, 
     a.lse[to] = lse;
 }
 
+// One stretch's part in what `s` accumulates.
+template <typename Source>
+inline void attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const Scratch& s) {
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    Source source(a, t, stretch, s.widened);
+    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+        for (int h = 0; h < t.num_kv_heads; h++) {
+            const bool last = h + 1 == t.num_kv_heads;
+            const auto& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
+            float* acc = s.acc + h * rows * padded(head_dim);
+            score(s.q + h * rows * padded(head_dim), head_dim, entries, source, rows, s.scores);
+            for (int64_t r = 0; r < rows; r++) {
+                float* scores = s.scores + r * kTileKeys;
+                soft_cap(a, scores, entries.count);
+                const int count = mask(scores, seen(a, t, stretch, t.row_begin + r, begin, end), entries.count);
+                softmax_step(scores, count, s.top[h * rows + r], s.sum[h * rows + r], acc + r * padded(head_dim), head_dim);
+            }
+            accumulate(s.scores, entries, head_dim, rows, acc);
+        }
+    }
+}
+
 template <typename T>
 void attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
-    const int64_t group = a.num_heads / a.pool.num_kv_heads;
     const Scratch s(memory, head_dim);
     for (int h = 0; h < t.num_kv_heads; h++) {
         load_queries<T>(a, t, t.kv_head + h, t.row_begin, rows, s.q + h * rows * padded(head_dim));
@@ -275,22 +244,11 @@ void attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
-    Entries<T> next(a, t, t.kv_head, t.key_begin);
-    for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, t.key_end);
-        for (int h = 0; h < t.num_kv_heads; h++) {
-            const Entries<T> entries = next;
-            const bool last = h + 1 == t.num_kv_heads;
-            next = Entries<T>(a, t, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
-            float* acc = s.acc + h * rows * padded(head_dim);
-            score(s.q + h * rows * padded(head_dim), head_dim, entries, next, rows, s.scores);
-            for (int64_t r = 0; r < rows; r++) {
-                float* scores = s.scores + r * kTileKeys;
-                soft_cap(a, scores, entries.count);
-                const int count = mask(scores, seen(a, t, group, t.row_begin + r, begin, end), entries.count);
-                softmax_step(scores, count, s.top[h * rows + r], s.sum[h * rows + r], acc + r * padded(head_dim), head_dim);
-            }
-            accumulate(s.scores, entries, head_dim, rows, acc);
+    for (const Stretch& stretch : stretches(a, t)) {
+        if (lies_as<T>(stretch)) {
+            attend<InPlace<T>>(a, t, stretch, s);
+        } else {
+            attend<Widened<float>>(a, t, stretch, s);
         }
     }
     for (int64_t r = 0; r < all_rows; r++) {
@@ -298,32 +256,44 @@ void attention(const AttentionArgs& a, const Tile& t, void* memory) {
     }
 }
 
+template <typename T, typename Source>
+inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& stretch, const Scratch& s, int64_t row, int64_t rows) {
+    const Tile& t = m.tile;
+    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    Source source(a, t, stretch, s.widened);
+    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+        const auto& entries = source.at(t.kv_head, begin, t.kv_head, end);
+        score(s.q, a.pool.head_dim, entries, source, rows, s.scores);
+        float* mass = m.mass + (begin - t.key_begin);
+        for (int64_t r = 0; r < rows; r++) {
+            float* scores = s.scores + r * kTileKeys;
+            soft_cap(a, scores, entries.count);
+            const Seen visible = seen(a, t, stretch, row + r, begin, end);
+            if (visible.first >= visible.last) continue;
+            mask(scores, visible, entries.count);
+            const int64_t index = (t.first_token_row + (row + r) / group) * a.num_heads + t.kv_head * group + (row + r) % group;
+            const float lse = a.lse[index] * kLog2E;
+            for_each_vector(end - begin, [&](int64_t j, int64_t lanes) {
+                store_lanes(mass + j, load_lanes(mass + j, lanes) + exp2(load(scores + j) - lse), lanes);
+            });
+        }
+    }
+}
+
 // A second pass over the keys, once the denominators are known; `a.lse` holds them.
 template <typename T>
 void attention_mass(const AttentionArgs& a, const MassTile& m, void* memory) {
     const Tile& t = m.tile;
-    const int64_t head_dim = a.pool.head_dim, group = a.num_heads / a.pool.num_kv_heads;
-    const Scratch s(memory, head_dim);
+    const Scratch s(memory, a.pool.head_dim);
     for (int64_t row = t.row_begin; row < t.row_end; row += kTileRows) {
         const int64_t rows = smaller<int64_t>(kTileRows, t.row_end - row);
         load_queries<T>(a, t, t.kv_head, row, rows, s.q);
-        for (int64_t begin = t.key_begin; begin < t.key_end; begin += kTileKeys) {
-            const int64_t end = smaller(begin + kTileKeys, t.key_end);
-            const Entries<T> entries(a, t, t.kv_head, begin), next(a, t, t.kv_head, end);
-            score(s.q, head_dim, entries, next, rows, s.scores);
-            float* mass = m.mass + (begin - t.key_begin);
-            for (int64_t r = 0; r < rows; r++) {
-                float* scores = s.scores + r * kTileKeys;
-                soft_cap(a, scores, entries.count);
-                const Seen visible = seen(a, t, group, row + r, begin, end);
-                if (visible.first >= visible.last) continue;
-                mask(scores, visible, entries.count);
-                const int64_t index = (t.first_token_row + (row + r) / group) * a.num_heads + t.kv_head * group +
-                                      (row + r) % group;
-                const float lse = a.lse[index] * kLog2E;
-                for_each_vector(entries.count, [&](int64_t j, int64_t lanes) {
-                    store_lanes(mass + j, load_lanes(mass + j, lanes) + exp2(load(scores + j) - lse), lanes);
-                });
+        for (const Stretch& stretch : stretches(a, t)) {
+            if (lies_as<T>(stretch)) {
+                add_mass<T, InPlace<T>>(a, m, stretch, s, row, rows);
+            } else {
+                add_mass<T, Widened<float>>(a, m, stretch, s, row, rows);
             }
         }
     }

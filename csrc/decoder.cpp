@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
 constexpr int64_t kManyRows = 64;         // fewer read the weights at the speed of memory as it is
-constexpr int64_t kPhasesPerLayer = 11;
+constexpr int64_t kPhasesPerLayer = 12;
 constexpr int64_t kOtherPhases = 6;
 
 int64_t blocks(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
@@ -114,6 +114,11 @@ public:
             norm_heads(layer.k_norm, s_.num_heads, s_.num_kv_heads, m_.normed_k, begin, end);
             isa().rope_write_kv[kBF16](rope, begin, end);
         });
+        if (args.pool.staged.slot_of) {
+            share_(blocks(rows_), [&](int64_t block) {
+                isa().close_blocks[kBF16](rope.write, block * kBlock, std::min(block * kBlock + kBlock, rows_));
+            });
+        }
         share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, args, plan.tasks[i]); });
         share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, args, plan, plan.merges[i]); });
     }
@@ -240,8 +245,10 @@ void NativeDecoder::check(const StepTensors& step, const std::vector<Pool>& pool
             throw std::invalid_argument("the pool of layer " + std::to_string(i) + " has another shape");
         }
     }
-    for (const GroupTensors& group : step.groups) {
-        check_range("slot_mapping", group.slots, step.num_rows, pools[0].num_blocks * pools[0].block_size);
+    // Layers of a group are staged together.
+    for (size_t i = 0; i < layers_.size(); i++) {
+        const bool seen = i > 0 && layers_[i].group == layers_[i - 1].group && pools[i].staged.slot_of == pools[i - 1].staged.slot_of;
+        if (!seen) check_slots(pools[i], step.groups[layers_[i].group].slots, step.num_rows);
     }
 }
 
@@ -270,9 +277,9 @@ void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& po
             return p.group == layer.group && p.window == layer.window;
         });
         plan_of.push_back(same - plans.begin());
-        if (same != plans.end()) continue;
         const Batch batch = batch_of(step, step.groups[layer.group], layer.window);
-        check_attention(attention[i], batch);
+        if (same == plans.end() || pools[i].staged.slot_of) check_attention(attention[i], batch);
+        if (same != plans.end()) continue;
         plans.push_back({layer.group, layer.window, plan_attention(attention[i], batch, threads)});
     }
     team_.run(threads, [&](auto share) {

@@ -1,7 +1,7 @@
 // Kernels that touch each value once or twice: norms, SwiGLU, rotary embedding, writing KV.
 #pragma once
 
-#include "vec.h"
+#include "kv_codes.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -59,22 +59,90 @@ void gelu_mul(const GatedArgs& a, int64_t row_begin, int64_t row_end) {
     gated_product<T>(a, row_begin, row_end, [](Vec g) { return kTwiceRoot2OverPi * (g + 0.044715f * g * g * g); });
 }
 
-// Where the pool keeps a slot's entry of one head.
-template <typename T>
-inline T* entry(const Pool& pool, const PoolPart& part, int64_t slot, int64_t head) {
-    return (T*)part.data + slot / pool.block_size * part.block_stride + head * part.head_stride +
-           slot % pool.block_size * part.slot_stride;
+inline int64_t index_of(const Beside& beside, int64_t block, int head) {
+    return block * beside.block_stride + head * beside.head_stride;
 }
+
+inline char* place_of(const PoolPart& part, int64_t block, int64_t slot, int head) {
+    return (char*)part.data + (block * part.block_stride + head * part.head_stride + slot * part.slot_stride) * bytes_of(part.format);
+}
+
+template <typename T, typename To>
+inline void convert(const T* from, int64_t n, To* to) {
+    for_each_vector(n, [&](int64_t i, int64_t lanes) { store_lanes(to + i, load_lanes(from + i, lanes), lanes); });
+}
+
+// Stores one head of a token as the part keeps it.
+template <typename T>
+inline void put_entry(const PoolPart& part, int64_t head_dim, int64_t block, int64_t slot, int head, const T* from) {
+    char* to = place_of(part, block, slot, head);
+    if (part.format == format_of<T>) {
+        memcpy(to, from, head_dim * sizeof(T));
+        return;
+    }
+    const int64_t scale = index_of(part.scales, block, head) + slot;
+    switch (part.format) {
+        case kF32: return convert(from, head_dim, (float*)to);
+        case kBF16: return convert(from, head_dim, (bf16*)to);
+        case kF16: return convert(from, head_dim, (f16*)to);
+        case kInt8: return encode_row(from, head_dim, (int8_t*)to, (bf16*)part.scales.data + scale);
+        case kE4M3: return encode_row(from, head_dim, (e4m3*)to, (bf16*)part.scales.data + scale);
+        case kE5M2: return encode_row(from, head_dim, (e5m2*)to, (bf16*)part.scales.data + scale);
+        case kNibbles:
+            return encode_nibble_row(from, head_dim, (uint8_t*)to, (ScaleCode*)part.scales.data + scale,
+                                     (bf16*)part.zeros.data + index_of(part.zeros, block, head) + slot);
+    }
+}
+
+// The parts that rows are written to, and where a row's block is in them.
+struct Target {
+    const PoolPart &keys, &values;
+    const int32_t* slot_of;
+    int64_t block_size;
+
+    explicit Target(const Pool& pool)
+        : keys(pool.staged.slot_of ? pool.staged.keys : pool.keys),
+          values(pool.staged.slot_of ? pool.staged.values : pool.values),
+          slot_of(pool.staged.slot_of),
+          block_size(pool.block_size) {}
+    int64_t block(int64_t slot) const {
+        const int64_t id = slot / block_size;
+        return slot_of ? slot_of[id] : id;
+    }
+};
 
 template <typename T>
 void write_kv(const WriteArgs& a, int64_t row_begin, int64_t row_end) {
-    const int64_t bytes = a.pool.head_dim * sizeof(T);
+    const Target to(a.pool);
+    const int64_t head_dim = a.pool.head_dim;
     for (int64_t row = row_begin; row < row_end; row++) {
+        const int64_t block = to.block(a.slots[row]), slot = a.slots[row] % to.block_size;
         for (int head = 0; head < a.pool.num_kv_heads; head++) {
-            memcpy(entry<T>(a.pool, a.pool.keys, a.slots[row], head),
-                   (const T*)a.k + row * a.k_row_stride + head * a.k_head_stride, bytes);
-            memcpy(entry<T>(a.pool, a.pool.values, a.slots[row], head),
-                   (const T*)a.v + row * a.v_row_stride + head * a.v_head_stride, bytes);
+            put_entry(to.keys, head_dim, block, slot, head, (const T*)a.k + row * a.k_row_stride + head * a.k_head_stride);
+            put_entry(to.values, head_dim, block, slot, head, (const T*)a.v + row * a.v_row_stride + head * a.v_head_stride);
+        }
+    }
+}
+
+// Quantizes the staged blocks whose last slot is among the rows.
+template <typename T>
+void close_blocks(const WriteArgs& a, int64_t row_begin, int64_t row_end) {
+    const Pool& pool = a.pool;
+    const Staged& staged = pool.staged;
+    const Beside &scales = pool.keys.scales, &zeros = pool.keys.zeros;
+    for (int64_t row = row_begin; row < row_end; row++) {
+        if (a.slots[row] % pool.block_size != pool.block_size - 1) continue;
+        const int64_t block = a.slots[row] / pool.block_size, at = staged.slot_of[block];
+        for (int head = 0; head < pool.num_kv_heads; head++) {
+            const T* k = (const T*)staged.keys.data + at * staged.keys.block_stride + head * staged.keys.head_stride;
+            const T* v = (const T*)staged.values.data + at * staged.values.block_stride + head * staged.values.head_stride;
+            encode_nibble_channels(k, staged.keys.slot_stride, pool.block_size, pool.head_dim,
+                                   (uint8_t*)pool.keys.data + block * pool.keys.block_stride + head * pool.keys.head_stride,
+                                   pool.keys.slot_stride, (ScaleCode*)scales.data + index_of(scales, block, head),
+                                   (bf16*)zeros.data + index_of(zeros, block, head));
+            for (int slot = 0; slot < pool.block_size; slot++) {
+                put_entry(pool.values, pool.head_dim, block, slot, head, v + slot * staged.values.slot_stride);
+            }
         }
     }
 }
@@ -93,7 +161,9 @@ inline void rotate(const T* from, T* to, const float* cos, const float* sin, int
 template <typename T>
 void rope_write_kv(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
     const WriteArgs& w = a.write;
+    const Target to(w.pool);
     const int64_t head_dim = w.pool.head_dim, half = head_dim / 2;
+    alignas(64) T rotated[kMaxCodedDim];
     for (int64_t row = row_begin; row < row_end; row++) {
         const float* cos = a.cos + a.positions[row] * a.cos_row_stride;
         const float* sin = a.sin + a.positions[row] * a.sin_row_stride;
@@ -101,11 +171,16 @@ void rope_write_kv(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
             T* q = (T*)a.q + row * a.q_row_stride + head * a.q_head_stride;
             rotate(q, q, cos, sin, half);
         }
+        const int64_t block = to.block(w.slots[row]), slot = w.slots[row] % to.block_size;
         for (int head = 0; head < w.pool.num_kv_heads; head++) {
             const T* k = (const T*)w.k + row * w.k_row_stride + head * w.k_head_stride;
-            rotate(k, entry<T>(w.pool, w.pool.keys, w.slots[row], head), cos, sin, half);
-            memcpy(entry<T>(w.pool, w.pool.values, w.slots[row], head),
-                   (const T*)w.v + row * w.v_row_stride + head * w.v_head_stride, head_dim * sizeof(T));
+            if (to.keys.format == format_of<T>) {
+                rotate(k, (T*)place_of(to.keys, block, slot, head), cos, sin, half);
+            } else {
+                rotate(k, rotated, cos, sin, half);
+                put_entry(to.keys, head_dim, block, slot, head, rotated);
+            }
+            put_entry(to.values, head_dim, block, slot, head, (const T*)w.v + row * w.v_row_stride + head * w.v_head_stride);
         }
     }
 }

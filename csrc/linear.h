@@ -15,13 +15,6 @@ namespace {
 
 constexpr int kOutsAtOnce = 4;
 
-inline float scalar(bf16 x) {
-    const uint32_t bits = (uint32_t)x.bits << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 inline void put(const LinearArgs& a, int64_t row, int64_t out, float value) {
     if (a.weight.scales) value *= a.weight.scales[out];
     if (a.bias) value += scalar(((const bf16*)a.bias)[out]);

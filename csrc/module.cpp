@@ -25,18 +25,23 @@ T* at(uintptr_t address) {
 // (address, stride, stride, ...)
 using Rows = std::tuple<uintptr_t, int64_t>;
 using Heads = std::tuple<uintptr_t, int64_t, int64_t>;
-// keys and values: (address, block stride, head stride, slot stride), and (num_blocks, num_kv_heads, block_size, head_dim)
-using Part = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;
-using PoolShape = std::tuple<int64_t, int, int, int>;
+// keys or values: (address, block stride, head stride, slot stride, format), scales and zeros
+using Part = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int, Heads, Heads>;
+// keys and values, (num_blocks, num_kv_heads, block_size, head_dim), staged keys and values, how many, and which
+using PoolAt = std::tuple<Part, Part, std::tuple<int64_t, int, int, int>, Part, Part, int64_t, uintptr_t>;
+
+Beside beside(const Heads& h) { return {at<void>(std::get<0>(h)), std::get<1>(h), std::get<2>(h)}; }
 
 PoolPart part(const Part& p) {
-    const auto& [address, block, head, slot] = p;
-    return {at<void>(address), block, head, slot};
+    const auto& [address, block, head, slot, format, scales, zeros] = p;
+    return {at<void>(address), block, head, slot, format, beside(scales), beside(zeros)};
 }
 
-Pool pool(const Part& keys, const Part& values, const PoolShape& shape) {
+Pool pool(const PoolAt& p) {
+    const auto& [keys, values, shape, staged_keys, staged_values, num_staged, slot_of] = p;
     const auto& [num_blocks, num_kv_heads, block_size, head_dim] = shape;
-    return {part(keys), part(values), num_blocks, num_kv_heads, block_size, head_dim};
+    const Staged staged = {part(staged_keys), part(staged_values), num_staged, at<const int32_t>(slot_of)};
+    return {part(keys), part(values), num_blocks, num_kv_heads, block_size, head_dim, staged};
 }
 
 WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool& pool) {
@@ -130,16 +135,15 @@ NB_MODULE(_native, m) {
 
     m.def(
         "write_kv",
-        [](int dtype, Heads k, Heads v, uintptr_t slots, Part keys, Part values, PoolShape shape, int64_t rows,
-           int threads) {
-            write_kv(DType(dtype), write_args(k, v, slots, pool(keys, values, shape)), rows, threads);
+        [](int dtype, Heads k, Heads v, uintptr_t slots, const PoolAt& view, int64_t rows, int threads) {
+            write_kv(DType(dtype), write_args(k, v, slots, pool(view)), rows, threads);
         },
         release);
 
     m.def(
         "rope_write_kv",
         [](int dtype, Heads q, int num_heads, Heads k, Heads v, Rows cos, Rows sin, int64_t max_pos, uintptr_t positions,
-           uintptr_t slots, Part keys, Part values, PoolShape shape, int64_t rows, int threads) {
+           uintptr_t slots, const PoolAt& view, int64_t rows, int threads) {
             rope_write_kv(DType(dtype),
                           {.q = at<void>(std::get<0>(q)),
                            .q_row_stride = std::get<1>(q),
@@ -151,7 +155,7 @@ NB_MODULE(_native, m) {
                            .sin_row_stride = std::get<1>(sin),
                            .max_pos = max_pos,
                            .positions = at<int64_t>(positions),
-                           .write = write_args(k, v, slots, pool(keys, values, shape))},
+                           .write = write_args(k, v, slots, pool(view))},
                           rows, threads);
         },
         release);
@@ -175,7 +179,7 @@ NB_MODULE(_native, m) {
 
     m.def(
         "paged_attention",
-        [](int dtype, Heads q, int64_t num_rows, int num_heads, Part keys, Part values, PoolShape shape, Rows block_table,
+        [](int dtype, Heads q, int64_t num_rows, int num_heads, const PoolAt& view, Rows block_table,
            int64_t max_blocks, uintptr_t query_start, uintptr_t context_lens, int64_t num_requests, float scale,
            float softcap, int64_t window, uintptr_t out, uintptr_t lse, Rows mass, int threads, uintptr_t shared,
            int64_t num_shared) {
@@ -184,7 +188,7 @@ NB_MODULE(_native, m) {
                 .q_row_stride = std::get<1>(q),
                 .q_head_stride = std::get<2>(q),
                 .num_heads = num_heads,
-                .pool = pool(keys, values, shape),
+                .pool = pool(view),
                 .scale = scale,
                 .softcap = softcap,
                 .window = window_or_none(window),
@@ -204,7 +208,7 @@ NB_MODULE(_native, m) {
                 .num_shared = num_shared};
             paged_attention(DType(dtype), args, batch, threads);
         },
-        "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "keys"_a, "values"_a, "shape"_a, "block_table"_a, "max_blocks"_a,
+        "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "view"_a, "block_table"_a, "max_blocks"_a,
         "query_start"_a, "context_lens"_a, "num_requests"_a, "scale"_a, "softcap"_a, "window"_a, "out"_a, "lse"_a, "mass"_a,
         "threads"_a, "shared"_a = 0, "num_shared"_a = 0, release);
 
@@ -236,8 +240,7 @@ NB_MODULE(_native, m) {
             "forward",
             [](NativeDecoder& self, uintptr_t token_ids, uintptr_t positions, uintptr_t logits_rows, uintptr_t query_start,
                uintptr_t context_lens, int64_t num_rows, int64_t num_requests, int64_t num_logits,
-               const std::vector<Group>& groups, const std::vector<std::tuple<Part, Part>>& views, PoolShape shape,
-               uintptr_t logits, int threads) {
+               const std::vector<Group>& groups, const std::vector<PoolAt>& views, uintptr_t logits, int threads) {
                 StepTensors step = {.token_ids = at<const int64_t>(token_ids),
                                     .positions = at<const int64_t>(positions),
                                     .logits_rows = at<const int64_t>(logits_rows),
@@ -253,7 +256,7 @@ NB_MODULE(_native, m) {
                                            at<const SharedPrefix>(shared), num_shared});
                 }
                 std::vector<Pool> pools;
-                for (const auto& [keys, values] : views) pools.push_back(pool(keys, values, shape));
+                for (const PoolAt& view : views) pools.push_back(pool(view));
                 self.forward(step, pools, threads);
             },
             release);

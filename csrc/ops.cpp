@@ -40,19 +40,43 @@ void gelu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads) {
                     [&](int64_t begin, int64_t end) { isa().gelu_mul[dtype](args, begin, end); });
 }
 
-void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads) {
+void check_slots(const Pool& pool, const int64_t* slots, int64_t rows) {
+    check_range("slot_mapping", slots, rows, pool.num_blocks * pool.block_size);
+    for (int64_t i = 0; pool.staged.slot_of && i < rows; i++) {
+        const int64_t block = slots[i] / pool.block_size;
+        if (pool.staged.slot_of[block] < 0 || pool.staged.slot_of[block] >= pool.staged.num_slots) {
+            throw std::invalid_argument("the staged copy of block " + std::to_string(block) + ", which is written to, is " +
+                                        std::to_string(pool.staged.slot_of[block]) + ", outside 0.." +
+                                        std::to_string(pool.staged.num_slots - 1));
+        }
+    }
+}
+
+namespace {
+
+void close_blocks(DType dtype, const WriteArgs& args, int64_t rows, int threads) {
     const Pool& pool = args.pool;
-    check_range("slot_mapping", args.slots, rows, pool.num_blocks * pool.block_size);
+    if (pool.staged.slot_of == nullptr) return;
     parallel_ranges(rows, grain(2 * pool.num_kv_heads * pool.head_dim), threads,
+                    [&](int64_t begin, int64_t end) { isa().close_blocks[dtype](args, begin, end); });
+}
+
+}  // namespace
+
+void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads) {
+    check_slots(args.pool, args.slots, rows);
+    parallel_ranges(rows, grain(2 * args.pool.num_kv_heads * args.pool.head_dim), threads,
                     [&](int64_t begin, int64_t end) { isa().write_kv[dtype](args, begin, end); });
+    close_blocks(dtype, args, rows, threads);
 }
 
 void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads) {
     const Pool& pool = args.write.pool;
-    check_range("slot_mapping", args.write.slots, rows, pool.num_blocks * pool.block_size);
+    check_slots(pool, args.write.slots, rows);
     check_range("positions", args.positions, rows, args.max_pos);
     parallel_ranges(rows, grain((args.num_heads + 2 * pool.num_kv_heads) * pool.head_dim), threads,
                     [&](int64_t begin, int64_t end) { isa().rope_write_kv[dtype](args, begin, end); });
+    close_blocks(dtype, args.write, rows, threads);
 }
 
 void linear(const LinearArgs& args, int threads) {

@@ -6,6 +6,9 @@
 
 namespace pagoda {
 
+// Slots of rows that are about to be written, and the staged copies of their blocks.
+void check_slots(const Pool& pool, const int64_t* slots, int64_t rows);
+
 void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads);
 void silu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);
 void gelu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);

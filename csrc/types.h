@@ -31,16 +31,40 @@ struct Matrix {
     const float* scales;  // null: BF16
 };
 
-// One layer's keys or values: [num_blocks, num_kv_heads, block_size, head_dim], the last dimension contiguous.
+// How keys or values are stored: as a DType, or as codes (KVView in pagoda/kernels/types.py). The values are what Python passes.
+enum KVFormat : int { kInt8 = kNumDTypes, kE4M3, kE5M2, kNibbles };
+
+constexpr int64_t bytes_of(int format) { return format == kF32 ? 4 : format < kNumDTypes ? 2 : 1; }
+
+// What codes come with: [num_blocks, num_kv_heads, block_size or head_dim], the last dimension contiguous.
+struct Beside {
+    void* data;
+    int64_t block_stride, head_stride;
+};
+
+constexpr int kMaxCodedDim = 256;  // of heads that are stored as codes
+
+// One layer's keys or values: [num_blocks, num_kv_heads, block_size, head_dim], the last dimension contiguous; half as long with two
+// codes to a byte.
 struct PoolPart {
     void* data;
     int64_t block_stride, head_stride, slot_stride;
+    int format;
+    Beside scales, zeros;
+};
+
+// Full copies of blocks that are quantized when they are full; where a block's is, is in `slot_of`.
+struct Staged {
+    PoolPart keys, values;
+    int64_t num_slots;
+    const int32_t* slot_of;  // [num_blocks]; null: no block is staged
 };
 
 struct Pool {
     PoolPart keys, values;
     int64_t num_blocks;
     int num_kv_heads, block_size, head_dim;
+    Staged staged;
 };
 
 struct NormArgs {
@@ -216,6 +240,8 @@ struct IsaTable {
     void (*gelu_mul[kNumDTypes])(const GatedArgs&, int64_t row_begin, int64_t row_end);
     void (*write_kv[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
     void (*rope_write_kv[kNumDTypes])(const RopeArgs&, int64_t row_begin, int64_t row_end);
+    // Once all rows are written, where blocks are staged.
+    void (*close_blocks[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);

@@ -78,20 +78,33 @@ inline void store(bf16* p, Vec v) {
 #endif
 }
 
-inline Vec load(const f16* p) {
+inline float scalar(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline Vec from_half(HalfBits bits) {
 #if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    return (Vec)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
-    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+    return (Vec)_mm256_cvtph_ps((__m128i)bits);
 #else
     Vec v;
     for (int i = 0; i < kWidth; i++) {
+        const uint16_t lane = bits[i];
         _Float16 h;
-        memcpy(&h, p + i, sizeof h);
+        memcpy(&h, &lane, sizeof h);
         v[i] = (float)h;
     }
     return v;
 #endif
+}
+inline Vec load(const f16* p) {
+    HalfBits bits;
+    memcpy(&bits, p, sizeof bits);
+    return from_half(bits);
 }
 inline void store(f16* p, Vec v) {
 #if defined(__AVX512F__)

@@ -51,11 +51,6 @@ def _backend_for(tensor: torch.Tensor) -> ModuleType:
     return _backend if tensor.is_cpu else reference
 
 
-def _backend_for_view(x: torch.Tensor, view: KVView) -> ModuleType:
-    """The native kernels know keys and values that are stored as they are; others are the reference's."""
-    return _backend_for(x) if view.is_plain(x.dtype) else reference
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide each row by its root mean square and multiply by `weight` (Zhang and Sennrich, arXiv:1910.07467).
 
@@ -167,7 +162,7 @@ def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch
             written.
     """
     checks.check_write(view, k, v, slot_mapping)
-    _backend_for_view(k, view).write_kv(view, k, v, slot_mapping)
+    _backend_for(k).write_kv(view, k, v, slot_mapping)
 
 
 def rope_write_kv(
@@ -203,7 +198,7 @@ def rope_write_kv(
     """
     checks.check_write(view, k, v, slot_mapping)
     checks.check_rope(q, k, cos, sin, positions)
-    result: torch.Tensor = _backend_for_view(q, view).rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
+    result: torch.Tensor = _backend_for(q).rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
     return result
 
 
@@ -251,7 +246,7 @@ def paged_attention(
             into the rows, or that come with a window.
     """
     checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap)
-    result: AttentionOutput = _backend_for_view(q, view).paged_attention(
+    result: AttentionOutput = _backend_for(q).paged_attention(
         q,
         view,
         block_table,

@@ -84,7 +84,7 @@ class FusedDecoder:
         self._shape = (num_kv_heads, head_dim)
         self._vocab_size = lm_head.shape[0]
         self._views: tuple[KVView, ...] = ()
-        self._parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._parts: list[tuple[object, ...]] = []
         self._native = _native.Decoder(
             _matrix(embedding),
             _matrix(lm_head),
@@ -150,7 +150,6 @@ class FusedDecoder:
             logits.shape[0],
             groups,
             self._parts,
-            tuple(views[0].keys.shape),
             logits.data_ptr(),
             torch.get_num_threads(),
         )
@@ -158,16 +157,17 @@ class FusedDecoder:
 
     def _see(self, views: Sequence[KVView]) -> None:
         """Addresses of the pool, which are the same from step to step."""
+        from pagoda.kernels.native import pool_at
+
         if len(views) == len(self._views) and all(a is b for a, b in zip(views, self._views, strict=True)):
             return
         for view in views:
             checks.check_view(view)
-            if view.keys.dtype != torch.bfloat16 or (view.keys.shape[1], view.keys.shape[3]) != self._shape:
+            if (view.keys.shape[1], view.head_dim) != self._shape:
                 raise KernelError(
-                    f"the views must be bfloat16 with {self._shape[0]} heads of {self._shape[1]}; "
-                    f"got {list(view.keys.shape)} {view.keys.dtype}"
+                    f"the views must have {self._shape[0]} heads of {self._shape[1]}; got {list(view.keys.shape)}"
                 )
-        self._parts = [(_part(view.keys), _part(view.values)) for view in views]
+        self._parts = [pool_at(view) for view in views]
         self._views = tuple(views)
 
 
@@ -209,7 +209,3 @@ def _matrix(matrix: Matrix) -> tuple[int, int]:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _part(x: torch.Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *x.stride()[:3])

@@ -16,6 +16,7 @@ from pagoda.kernels import reference
 from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FORMATS = {**_DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.uint8: 6}
 _MAX_HEAD_DIM = 256
 # Most rows of `linear` that the native kernel takes: more, and torch is as fast or faster (benchmarks/kernels.py).
 _MAX_LINEAR_ROWS = {"amx": 128, "avx512": 2, "avx2": 1, "portable": 0}
@@ -130,14 +131,14 @@ def linear_few_rows(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) 
 
 def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """See `dispatch.write_kv`."""
+    if view.is_quantized and not _takes_head_dim(view):
+        return reference.write_kv(view, k, v, slot_mapping)
     _native.write_kv(
         _DTYPES[k.dtype],
         _heads(k),
         _heads(v),
         slot_mapping.data_ptr(),
-        _part(view.keys),
-        _part(view.values),
-        view.keys.shape,
+        pool_at(view),
         k.shape[0],
         torch.get_num_threads(),
     )
@@ -154,6 +155,8 @@ def rope_write_kv(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """See `dispatch.rope_write_kv`."""
+    if not view.is_plain(k.dtype) and not _takes_head_dim(view):
+        return reference.rope_write_kv(q, k, v, cos, sin, positions, view, slot_mapping)
     _native.rope_write_kv(
         _DTYPES[q.dtype],
         _heads(q),
@@ -165,9 +168,7 @@ def rope_write_kv(
         cos.shape[0],
         positions.data_ptr(),
         slot_mapping.data_ptr(),
-        _part(view.keys),
-        _part(view.values),
-        view.keys.shape,
+        pool_at(view),
         q.shape[0],
         torch.get_num_threads(),
     )
@@ -189,8 +190,8 @@ def paged_attention(
     shared_prefixes: Sequence[SharedPrefix],
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`. Head sizes that the vectors do not take go to the reference."""
-    num_rows, num_heads, head_dim = q.shape
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+    num_rows, num_heads, _ = q.shape
+    if not _takes_head_dim(view):
         return reference.paged_attention(
             q,
             view,
@@ -205,7 +206,7 @@ def paged_attention(
             shared_prefixes=shared_prefixes,
         )
     num_requests = context_lens.shape[0]
-    out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(num_rows, num_heads) if need_lse else None
     mass = None
     if need_mass:
@@ -217,9 +218,7 @@ def paged_attention(
         _heads(q),
         num_rows,
         num_heads,
-        _part(view.keys),
-        _part(view.values),
-        view.keys.shape,
+        pool_at(view),
         (block_table.data_ptr(), block_table.stride(0)),
         block_table.shape[1],
         query_start.data_ptr(),
@@ -243,6 +242,31 @@ def _heads(x: torch.Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), stride[0], stride[1]
 
 
-def _part(x: torch.Tensor) -> tuple[int, int, int, int]:
-    stride = x.stride()
-    return x.data_ptr(), stride[0], stride[1], stride[2]
+def pool_at(view: KVView) -> tuple[object, ...]:
+    """A view as the extension takes it."""
+    staging = view.staging
+    return (
+        _part(view.keys, view.key_scales, view.key_zeros),
+        _part(view.values, view.value_scales, view.value_zeros),
+        (*view.keys.shape[:3], view.head_dim),
+        _NO_PART if staging is None else _part(staging.keys, None, None),
+        _NO_PART if staging is None else _part(staging.values, None, None),
+        0 if staging is None else staging.keys.shape[0],
+        0 if staging is None else staging.slot_of.data_ptr(),
+    )
+
+
+def _takes_head_dim(view: KVView) -> bool:
+    return view.head_dim % 8 == 0 and view.head_dim <= _MAX_HEAD_DIM
+
+
+_Part = tuple[int, int, int, int, int, tuple[int, int, int], tuple[int, int, int]]
+_NOTHING = (0, 0, 0)
+_NO_PART: _Part = (0, 0, 0, 0, 0, _NOTHING, _NOTHING)
+
+
+def _part(codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> _Part:
+    stride = codes.stride()
+    scales_at = _NOTHING if scales is None else _heads(scales)
+    zeros_at = _NOTHING if zeros is None else _heads(zeros)
+    return codes.data_ptr(), stride[0], stride[1], stride[2], _FORMATS[codes.dtype], scales_at, zeros_at

@@ -116,7 +116,7 @@ class Decoder:
         """
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0])
-        if hook is None and adapters is None and self._can_fuse and not any(view.is_quantized for view in kv):
+        if hook is None and adapters is None and self._can_fuse:
             return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
         hidden = self._embed(batch.token_ids) * self._embedding_scale
         residual = torch.zeros_like(hidden)

@@ -15,6 +15,7 @@ if importlib.util.find_spec("pagoda._native") is None:
         "test_fused.py",
         "test_int8.py",
         "test_linear.py",
+        "test_quantized_native.py",
     ]
     ISAS = []
 else:

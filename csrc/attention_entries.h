@@ -1,0 +1,145 @@
+// Where a tile's keys and values are, and which of them each of its rows sees.
+#pragma once
+
+#include "kv_codes.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+// Entries that are in one place. Where blocks are quantized when they are full (Pool::staged), a tile reads two: all blocks before
+// a row's own from the pool, and its own as it was.
+//
+//     block            0    1    2    3             rows of a tile in blocks 1 to 3
+//     earlier        [ r123 r23  r3  ]              in codes
+//     own                 [ r1   r2   r3 ]          staged
+struct Stretch {
+    enum Blocks { kAll, kEarlier, kOwn };
+    Blocks of;
+    const PoolPart *keys, *values;
+    const int32_t* slot_of;  // where a block is among the staged ones; null: where its id says
+    int64_t begin, end;
+};
+
+struct Stretches {
+    Stretch each[2];
+    int count;
+    const Stretch* begin() const { return each; }
+    const Stretch* end() const { return each + count; }
+};
+
+inline int64_t position_of(const AttentionArgs& a, const Tile& t, int64_t row) {
+    return t.first_position + row / (a.num_heads / a.pool.num_kv_heads);
+}
+
+inline Stretches stretches(const AttentionArgs& a, const Tile& t) {
+    const Pool& pool = a.pool;
+    if (!pool.staged.slot_of) return {{{Stretch::kAll, &pool.keys, &pool.values, nullptr, t.key_begin, t.key_end}}, 1};
+    auto own = [&](int64_t row) { return position_of(a, t, row) / pool.block_size * pool.block_size; };
+    const int64_t first_own = own(t.row_begin), last_own = own(t.row_end - 1);
+    return {{{Stretch::kEarlier, &pool.keys, &pool.values, nullptr, t.key_begin, smaller(last_own, t.key_end)},
+             {Stretch::kOwn, &pool.staged.keys, &pool.staged.values, pool.staged.slot_of, larger(first_own, t.key_begin), t.key_end}},
+            2};
+}
+
+// A row's own part of the keys [begin, end), counted from `begin`: it sees first <= j < last.
+struct Seen {
+    int first, last;
+};
+inline Seen seen(const AttentionArgs& a, const Tile& t, const Stretch& s, int64_t row, int64_t begin, int64_t end) {
+    const int64_t position = position_of(a, t, row), own = position / a.pool.block_size * a.pool.block_size;
+    int64_t first = a.window > position ? 0 : position - a.window + 1, last = position + 1;
+    if (s.of == Stretch::kEarlier) last = own;
+    if (s.of == Stretch::kOwn) first = larger(first, own);
+    return {(int)(smaller(larger(first, begin), end) - begin), (int)(larger(smaller(last, end), begin) - begin)};
+}
+
+// A part's entries of one head.
+struct Place {
+    const char* data;
+    int64_t block_bytes, slot_bytes;
+    Place(const PoolPart& part, int kv_head) {
+        const int64_t unit = bytes_of(part.format);
+        data = (const char*)part.data + kv_head * part.head_stride * unit;
+        block_bytes = part.block_stride * unit;
+        slot_bytes = part.slot_stride * unit;
+    }
+};
+
+// Where up to kTileKeys consecutive KV entries are. `count` is rounded up to 4 by repeating the last entry, so that
+// kernels need no tail; the repeated ones are masked.
+template <typename T>
+struct Entries {
+    const T* keys[kTileKeys];
+    const T* values[kTileKeys];
+    int count = 0;
+
+    Entries() = default;
+    // A head's from `begin` on, as many as fit and the stretch has: maybe none.
+    Entries(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin)
+        : count((int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, s.end - begin))) {
+        const int64_t block_size = a.pool.block_size;
+        const Place key(*s.keys, kv_head), value(*s.values, kv_head);
+        int64_t slot = begin % block_size;
+        const int32_t* block = t.blocks + begin / block_size;
+        for (int j = 0; j < count;) {
+            const int64_t at = s.slot_of ? s.slot_of[*block] : *block;
+            const char *k = key.data + at * key.block_bytes, *v = value.data + at * value.block_bytes;
+            for (; slot < block_size && j < count; slot++, j++) {
+                keys[j] = (const T*)(k + slot * key.slot_bytes);
+                values[j] = (const T*)(v + slot * value.slot_bytes);
+            }
+            slot = 0;
+            block++;
+        }
+        for (int j = count; j % 4; j++) {
+            keys[j] = keys[count - 1];
+            values[j] = values[count - 1];
+        }
+    }
+};
+
+// Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
+template <typename T>
+inline void prefetch(const Entries<T>& entries, int begin, int64_t head_dim) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int j = begin; j < smaller(begin + 4, entries.count); j++) {
+        for (int64_t i = 0; i < head_dim; i += kLine) {
+            __builtin_prefetch(entries.keys[j] + i);
+            __builtin_prefetch(entries.values[j] + i);
+        }
+    }
+}
+
+// Entries as they lie, a head's from `begin` on, and those that come next.
+template <typename T>
+class InPlace {
+public:
+    using Element = T;
+    InPlace(const AttentionArgs& a, const Tile& t, const Stretch& s, void*) : a_(a), t_(t), s_(s) {
+        entries_[0] = Entries<T>(a, t, s, t.kv_head, s.begin);
+    }
+
+    // Valid until the next call, which must be for what `then` says.
+    const Entries<T>& at(int /*head*/, int64_t /*begin*/, int then_head, int64_t then_begin) {
+        const int now = next_;
+        next_ = 1 - now;
+        entries_[next_] = Entries<T>(a_, t_, s_, then_head, then_begin);
+        return entries_[now];
+    }
+    void prefetch_next(int j) const { prefetch(entries_[next_], j, a_.pool.head_dim); }
+    // What scores, and probabilities, are multiplied with for each entry; null: nothing.
+    const float* key_scales() const { return nullptr; }
+    const float* value_scales() const { return nullptr; }
+
+private:
+    const AttentionArgs& a_;
+    const Tile& t_;
+    const Stretch& s_;
+    Entries<T> entries_[2];
+    int next_ = 0;
+};
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,167 @@
+// Keys and values that are not stored as the arithmetic wants them, widened a tile at a time into the L1 cache.
+#pragma once
+
+#include "attention_entries.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+template <typename T>
+inline bool lies_as(const Stretch& s) {
+    return s.keys->format == format_of<T> && s.values->format == format_of<T>;
+}
+
+// To [count, padded head_dim].
+template <typename Code, typename Out>
+inline void widen_rows(const uint8_t* const* rows, const float* scales, int count, int64_t head_dim, Out* to) {
+    for (int j = 0; j < count; j++, to += padded(head_dim)) {
+        const Code* row = (const Code*)rows[j];
+        const float scale = scales ? scales[j] : 1.0f;
+        for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(to + i, load_lanes(row + i, lanes) * scale, lanes); });
+    }
+}
+
+template <typename Out>
+inline void widen_nibble_rows(const uint8_t* const* rows, const float* scales, const float* zeros, int count, int64_t head_dim, Out* to) {
+    const int64_t half = head_dim / 2;
+    for (int j = 0; j < count; j++, to += padded(head_dim)) {
+        const Vec scale = splat(scales[j]), zero = splat(zeros[j]);
+        for_each_vector(half, [&](int64_t i, int64_t lanes) {
+            const Bytes bytes = load_bytes(rows[j] + i, lanes);
+            store_lanes(to + i, __builtin_convertvector(bytes & 15, Vec) * scale + zero, lanes);
+            store_lanes(to + half + i, __builtin_convertvector(bytes >> 4, Vec) * scale + zero, lanes);
+        });
+    }
+}
+
+// Rows of one block, whose channels have scales.
+template <typename Out>
+inline void widen_nibble_channels(const uint8_t* const* rows, const ScaleCode* scales, const bf16* zeros, int count, int64_t head_dim,
+                                  Out* to) {
+    const int64_t half = head_dim / 2;
+    for_each_vector(half, [&](int64_t i, int64_t lanes) {
+        const Vec low_scale = load_lanes(scales + i, lanes), high_scale = load_lanes(scales + half + i, lanes);
+        const Vec low_zero = load_lanes(zeros + i, lanes), high_zero = load_lanes(zeros + half + i, lanes);
+        for (int j = 0; j < count; j++) {
+            const Bytes bytes = load_bytes(rows[j] + i, lanes);
+            Out* row = to + j * padded(head_dim) + i;
+            store_lanes(row, __builtin_convertvector(bytes & 15, Vec) * low_scale + low_zero, lanes);
+            store_lanes(row + half, __builtin_convertvector(bytes >> 4, Vec) * high_scale + high_zero, lanes);
+        }
+    });
+}
+
+// As float32 the entries are what the codes mean. As bf16, which holds a code of eight bits exactly, they are those codes, and
+// scores and probabilities are multiplied with their scales; of codes of four bits they are the meaning, rounded.
+template <typename Out>
+class Widened {
+public:
+    using Element = Out;
+    Widened(const AttentionArgs& a, const Tile& t, const Stretch& s, void* memory)
+        : a_(a), t_(t), s_(s), stride_(padded(a.pool.head_dim)), keys_((Out*)memory), values_(keys_ + kTileKeys * stride_),
+          key_scales_((float*)(values_ + kTileKeys * stride_)), value_scales_(key_scales_ + kTileKeys), zeros_(value_scales_ + kTileKeys) {
+        for (int j = 0; j < kTileKeys; j++) {
+            entries_.keys[j] = keys_ + j * stride_;
+            entries_.values[j] = values_ + j * stride_;
+        }
+        next_ = Entries<uint8_t>(a, t, s, t.kv_head, s.begin);
+    }
+    static int64_t bytes(int64_t head_dim) {
+        return kTileKeys * (2 * padded(head_dim) * (int64_t)sizeof(Out) + 3 * (int64_t)sizeof(float));
+    }
+
+    // Valid until the next call, which must be for what `then` says.
+    const Entries<Out>& at(int head, int64_t begin, int then_head, int64_t then_begin) {
+        const int count = entries_.count = next_.count;
+        if (s_.keys->format == kNibbles) {
+            for_each_run(begin, [&](int64_t block, int64_t, int j, int n) {
+                const Beside &scales = s_.keys->scales, &zeros = s_.keys->zeros;
+                widen_nibble_channels(next_.keys + j, (const ScaleCode*)scales.data + block * scales.block_stride + head * scales.head_stride,
+                                      (const bf16*)zeros.data + block * zeros.block_stride + head * zeros.head_stride, n,
+                                      a_.pool.head_dim, keys_ + j * stride_);
+            });
+        } else {
+            widen(*s_.keys, next_.keys, head, begin, key_scales_, keys_);
+        }
+        widen(*s_.values, next_.values, head, begin, value_scales_, values_);
+        for (int j = count; j % 4; j++) {
+            memset(keys_ + j * stride_, 0, stride_ * sizeof(Out));
+            memset(values_ + j * stride_, 0, stride_ * sizeof(Out));
+        }
+        next_ = Entries<uint8_t>(a_, t_, s_, then_head, then_begin);
+        return entries_;
+    }
+
+    void prefetch_next(int begin) const {
+        for (int j = begin; j < smaller(begin + 4, next_.count); j++) {
+            prefetch_row(next_.keys[j], row_bytes(*s_.keys));
+            prefetch_row(next_.values[j], row_bytes(*s_.values));
+        }
+    }
+    const float* key_scales() const { return scaled_apart(*s_.keys) ? key_scales_ : nullptr; }
+    const float* value_scales() const { return scaled_apart(*s_.values) ? value_scales_ : nullptr; }
+
+private:
+    static bool is_plain(const PoolPart& part) { return part.format < kInt8; }
+    static bool scaled_apart(const PoolPart& part) { return sizeof(Out) == sizeof(bf16) && !is_plain(part) && part.format != kNibbles; }
+    int64_t row_bytes(const PoolPart& part) const {
+        return part.format == kNibbles ? a_.pool.head_dim / 2 : a_.pool.head_dim * bytes_of(part.format);
+    }
+    static void prefetch_row(const uint8_t* row, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+    }
+
+    // Calls body(block, slot, first, n) for each run of the chunk's entries in one block.
+    template <typename Body>
+    void for_each_run(int64_t begin, Body body) {
+        const int64_t block_size = a_.pool.block_size;
+        for (int j = 0; j < entries_.count;) {
+            const int32_t id = t_.blocks[(begin + j) / block_size];
+            const int64_t slot = (begin + j) % block_size;
+            const int n = (int)smaller<int64_t>(block_size - slot, entries_.count - j);
+            body((int64_t)(s_.slot_of ? s_.slot_of[id] : id), slot, j, n);
+            j += n;
+        }
+    }
+
+    template <typename Scale>
+    void gather(const Beside& from, int head, int64_t begin, float* to) {
+        for_each_run(begin, [&](int64_t block, int64_t slot, int j, int n) {
+            const Scale* scales = (const Scale*)from.data + block * from.block_stride + head * from.head_stride + slot;
+            for_each_vector(n, [&](int64_t i, int64_t lanes) { store_lanes(to + j + i, load_lanes(scales + i, lanes), lanes); });
+        });
+    }
+
+    // Entries with a scale each, or none.
+    void widen(const PoolPart& part, const uint8_t* const* rows, int head, int64_t begin, float* scales, Out* to) {
+        const int count = entries_.count;
+        const int64_t head_dim = a_.pool.head_dim;
+        if (part.format == kNibbles) {
+            gather<ScaleCode>(part.scales, head, begin, scales);
+            gather<bf16>(part.zeros, head, begin, zeros_);
+            return widen_nibble_rows(rows, scales, zeros_, count, head_dim, to);
+        }
+        if (!is_plain(part)) gather<bf16>(part.scales, head, begin, scales);
+        const float* folded = is_plain(part) || scaled_apart(part) ? nullptr : scales;
+        switch (part.format) {
+            case kF32: return widen_rows<float>(rows, nullptr, count, head_dim, to);
+            case kBF16: return widen_rows<bf16>(rows, nullptr, count, head_dim, to);
+            case kF16: return widen_rows<f16>(rows, nullptr, count, head_dim, to);
+            case kInt8: return widen_rows<int8_t>(rows, folded, count, head_dim, to);
+            case kE4M3: return widen_rows<e4m3>(rows, folded, count, head_dim, to);
+            case kE5M2: return widen_rows<e5m2>(rows, folded, count, head_dim, to);
+        }
+    }
+
+    const AttentionArgs& a_;
+    const Tile& t_;
+    const Stretch& s_;
+    const int64_t stride_;
+    Out *keys_, *values_;
+    float *key_scales_, *value_scales_, *zeros_;
+    Entries<Out> entries_;
+    Entries<uint8_t> next_;
+};
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,183 @@
+"""Native kernels on quantized keys and values: codes to the bit, and attention to what they mean."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagoda.errors import KernelError
+from pagoda.kernels import KVView, SharedPrefix, native, reference
+from tests.kernels.quantized_pools import Written, clone, make_view
+from tests.kernels.test_attention import TOLERANCE
+from tests.kernels.test_quantized import each_format
+
+PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")
+BOUNDS = [0, 37, 38, 48, 49, 64, 81]
+
+
+def pair(
+    formats: tuple[str, str], length: int, dtype: torch.dtype, group: int = 2, **sizes: int
+) -> tuple[Written, Written]:
+    """The same request in two pools."""
+    written = [Written(make_view(*formats, dtype=dtype, **sizes), length, group=group, dtype=dtype) for _ in range(2)]
+    return written[0], written[1]
+
+
+def bits(view: KVView) -> dict[str, torch.Tensor]:
+    return {name: part.contiguous().view(torch.uint8) for name in PARTS if (part := getattr(view, name)) is not None}
+
+
+def widened(written: Written) -> Written:
+    """For the oracle: queries and staged copies in float32, the same codes."""
+    wide = object.__new__(Written)
+    wide.__dict__ = dict(written.__dict__)
+    wide.q = written.q.float()
+    staging = written.view.staging
+    if staging is not None:
+        staging = replace(staging, keys=staging.keys.float(), values=staging.values.float())
+    wide.view = replace(written.view, staging=staging)
+    return wide
+
+
+def check_chunks(written: Written, bounds: list[int], **options: object) -> None:
+    # On tiles, a key of four bits is rounded to BF16.
+    rounded = written.q.dtype == torch.bfloat16 and "int4" in (written.view.key_format, written.view.value_format)
+    for start, stop in itertools.pairwise(bounds):
+        written.stage(start, stop)
+        native.write_kv(written.view, written.k[start:stop], written.v[start:stop], written.slots(start, stop))
+        before = bits(clone(written.view))
+        got, want = (
+            written.attend(native, start, stop, **options),
+            widened(written).attend(reference, start, stop, **options),
+        )
+        tolerance = TOLERANCE[written.q.dtype]
+        torch.testing.assert_close(got.out.float(), want.out, rtol=tolerance, atol=tolerance)
+        assert got.lse is not None
+        assert got.mass is not None
+        loose = 1e-2 if rounded else 2e-5
+        torch.testing.assert_close(got.lse, want.lse, rtol=loose, atol=loose)
+        torch.testing.assert_close(got.mass, want.mass, rtol=5 * loose, atol=loose)
+        for name, part in bits(written.view).items():
+            assert torch.equal(part, before[name]), f"attention wrote to {name}"
+        written.close(stop)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 256])
+def test_what_is_written_is_the_reference_to_the_bit(
+    isa: str, formats: tuple[str, str], dtype: torch.dtype, head_dim: int
+) -> None:
+    one, other = pair(formats, 40, dtype, head_dim=head_dim)
+    for written in (one, other):
+        written.k[7] *= 1e-30  # below what a scale's reciprocal can be
+        written.v[9, 1] = 0
+        written.stage(0, 40)
+    for start, stop in ((0, 5), (5, 40)):
+        for backend, written in ((native, one), (reference, other)):
+            backend.write_kv(written.view, written.k[start:stop], written.v[start:stop], written.slots(start, stop))
+    want = bits(other.view)
+    for name, got in bits(one.view).items():
+        assert torch.equal(got, want[name]), name
+
+
+@each_format
+def test_what_is_not_finite_spoils_its_own_scale(isa: str, formats: tuple[str, str]) -> None:
+    spoilt, sound = pair(formats, 40, torch.float32)
+    for bad in (torch.nan, torch.inf):
+        spoilt.k[33] = spoilt.v[33] = bad
+        for start, stop in ((0, 20), (20, 40)):
+            got, want = spoilt.step(native, start, stop), sound.step(native, start, stop)
+            first_bad = max(0, 33 - start)
+            assert got.out[first_bad:].isnan().all()
+            torch.testing.assert_close(got.out[:first_bad], want.out[:first_bad], rtol=1e-5, atol=1e-5)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_attention(isa: str, formats: tuple[str, str], dtype: torch.dtype, group: int) -> None:
+    written, _ = pair(formats, 81, dtype, group)
+    check_chunks(written, BOUNDS)
+
+
+@each_format
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 128, 256])
+def test_head_sizes(isa: str, formats: tuple[str, str], head_dim: int) -> None:
+    check_chunks(pair(formats, 81, torch.bfloat16, head_dim=head_dim)[0], BOUNDS)
+
+
+@each_format
+@pytest.mark.parametrize("block_size", [1, 7, 32])
+@pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 5.0}])
+def test_blocks_windows_and_caps(
+    isa: str, formats: tuple[str, str], block_size: int, options: dict[str, object]
+) -> None:
+    num_blocks = 81 // block_size + 3
+    written, _ = pair(formats, 81, torch.bfloat16, block_size=block_size, num_blocks=num_blocks)
+    check_chunks(written, BOUNDS, **options)
+
+
+@each_format
+def test_long_contexts_in_parts_and_shared_prefixes(isa: str, formats: tuple[str, str]) -> None:
+    """Two requests that share the first 1,024 entries, and decode."""
+    written, _ = pair(formats, 1201, torch.bfloat16, num_blocks=80)
+    written.stage(0, 1200)
+    native.write_kv(written.view, written.k[:1200], written.v[:1200], written.slots(0, 1200))
+    written.close(1200)
+    written.stage(1200, 1201)
+    native.write_kv(written.view, written.k[1200:], written.v[1200:], written.slots(1200, 1201))
+    wide, tables = widened(written), written.table.repeat(2, 1)
+    results = []
+    for backend, each, shared in (
+        (native, written, (SharedPrefix(0, 2, 64),)),
+        (native, written, ()),
+        (reference, wide, ()),
+    ):
+        results.append(
+            backend.paged_attention(
+                torch.cat((each.q[1200:], -each.q[1200:])),
+                each.view,
+                tables,
+                torch.tensor([0, 1, 2], dtype=torch.int32),
+                torch.tensor([1201, 1201], dtype=torch.int32),
+                scale=0.125,
+                window=None,
+                softcap=None,
+                need_lse=True,
+                need_mass=False,
+                shared_prefixes=shared,
+            )
+        )
+    for got in results[:2]:
+        torch.testing.assert_close(got.out.float(), results[2].out, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got.lse, results[2].lse, rtol=1e-2, atol=1e-2)
+
+
+@each_format
+def test_rope_writes_what_it_rotated(isa: str, formats: tuple[str, str]) -> None:
+    one, other = pair(formats, 40, torch.float32)
+    angles = torch.outer(torch.arange(64.0), 100 ** -torch.arange(0, 1, 2 / 64))
+    tables, positions = (angles.cos(), angles.sin()), torch.arange(3, 43)
+    for backend, written in ((native, one), (reference, other)):
+        written.stage(0, 40)
+        backend.rope_write_kv(written.q, written.k, written.v, *tables, positions, written.view, written.slots(0, 40))
+    torch.testing.assert_close(one.q, other.q, rtol=1e-5, atol=1e-5)
+    got, want = (written.attend(reference, 0, 40).out for written in (one, other))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_block_without_a_staged_copy_is_refused(isa: str) -> None:
+    written, _ = pair(("int4", "int4"), 20, torch.float32)
+    with pytest.raises(KernelError, match="staged copy"):
+        native.write_kv(written.view, written.k, written.v, written.slots(0, 20))
+    assert written.view.staging is not None
+    assert written.view.staging.keys.isnan().all()
+    written.stage(0, 20)
+    native.write_kv(written.view, written.k, written.v, written.slots(0, 20))
+    written.close(32)
+    with pytest.raises(KernelError, match="staged copy"):
+        written.attend(native, 10, 20)
