@@ -18,7 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from pagoda import kernels
-from pagoda.kernels import Int8Matrix, KVView, backend_name
+from pagoda.kernels import Int8Matrix, KVView, Staging, backend_name
+from pagoda.kv.formats import parse_format
+from pagoda.kv.layout import KVLayout
+from pagoda.kv.pool import BlockPool
 
 CACHE_BYTES = 600 << 20  # more than a last-level cache
 BLOCK_SIZE = 16
@@ -96,6 +99,45 @@ def bench_decode(num_kv_heads: int, group: int, head_dim: int, context: int, req
     )
 
 
+def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int) -> list[KVView]:
+    """Layers of a pool that the caches cannot hold, of random tokens in block order."""
+    spec = parse_format(kv_format).attention(num_kv_heads, head_dim, BLOCK_SIZE, None, "bfloat16")
+    blocks = context // BLOCK_SIZE
+    num_layers = CACHE_BYTES // (KVLayout([spec], BLOCK_SIZE).block_bytes * blocks) + 1
+    pool = BlockPool(KVLayout([spec] * num_layers, BLOCK_SIZE), blocks)
+    staging = None
+    if spec.staged:
+        full = torch.zeros(2, blocks, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)
+        staging = Staging(full[0], full[1], torch.arange(blocks, dtype=torch.int32))
+    k, v = torch.randn(2, context, num_kv_heads, head_dim).bfloat16()
+    views = []
+    for layer in range(num_layers):
+        view = KVView.of({part.name: pool.view(layer, part.name) for part in spec.parts}, staging)
+        kernels.write_kv(view, k, v, torch.arange(context))
+        views.append(view)
+    return views
+
+
+def bench_formats(num_kv_heads: int, group: int, head_dim: int, context: int, rounds: int) -> None:
+    """One layer's decode attention in every KV format, beside BF16's; each call reads another layer."""
+    q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
+    table = torch.randperm(context // BLOCK_SIZE).to(torch.int32)[None]
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
+
+    def attend(views: list[KVView]) -> Callable[[], object]:
+        turn = cycle(len(views))
+        return lambda: kernels.paged_attention(q, views[next(turn)], table, starts, lens, scale=head_dim**-0.5)
+
+    plain = attend(filled_views("bf16", num_kv_heads, head_dim, context))
+    for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int4"):
+        result = medians({"bf16": plain, name: attend(filled_views(name, num_kv_heads, head_dim, context))}, rounds)
+        print(
+            f"formats      {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
+            f"bf16 {result['bf16'] * 1e6:6.0f} us    {name} {result[name] * 1e6:6.0f} us    "
+            f"{result['bf16'] / result[name]:5.2f}x"
+        )
+
+
 def bench_prefill(num_kv_heads: int, group: int, head_dim: int, tokens: int, rounds: int) -> None:
     blocks = tokens // BLOCK_SIZE
     pool = torch.randn(blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim).bfloat16()
@@ -120,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each candidate (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all CPUs)")
-    parser.add_argument("--only", choices=["memory", "linear", "decode", "prefill"], help="run one part")
+    parser.add_argument("--only", choices=["memory", "linear", "decode", "formats", "prefill"], help="run one part")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -134,6 +176,9 @@ def main() -> None:
         for num_kv_heads, group, head_dim in ((3, 3, 64), (8, 4, 128), (8, 8, 128), (16, 1, 64)):
             bench_decode(num_kv_heads, group, head_dim, 4096, 1, args.rounds)
         bench_decode(3, 3, 64, 1024, 8, args.rounds)
+    if args.only in (None, "formats"):
+        for num_kv_heads, group, head_dim in ((3, 3, 64), (8, 4, 128), (16, 1, 64)):
+            bench_formats(num_kv_heads, group, head_dim, 8192, args.rounds)
     if args.only in (None, "prefill"):
         bench_prefill(3, 3, 64, 2048, args.rounds)
         bench_prefill(8, 4, 128, 2048, args.rounds)

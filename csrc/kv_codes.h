@@ -121,7 +121,8 @@ inline float scalar(ScaleCode code) {
     return (float)half;
 }
 inline IntVec encode_nibble(Vec x, Vec zero, Vec inverse) {
-    return __builtin_convertvector(max(min(round_even((x - zero) * inverse), splat(15.0f)), Vec{}), IntVec);
+    // Cut off first: a product that is added to at once would not be rounded before.
+    return __builtin_convertvector(round_even(max(min((x - zero) * inverse, splat(15.0f)), Vec{})), IntVec);
 }
 
 // A value of the first half of a head and one of the second share a byte.

