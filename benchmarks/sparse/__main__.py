@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.machine import cpu_name
 from benchmarks.quality.forced import Forced
 from benchmarks.quality.variants import FULL, open_engine
-from benchmarks.sparse import kvpress, streaming, throughput
+from benchmarks.sparse import presses, streaming, throughput
 from benchmarks.sparse.conversations import KINDS, conversations
 from benchmarks.sparse.quality import Questions
 from benchmarks.sparse.report import show, write
@@ -72,7 +72,7 @@ def main() -> None:
                 if task["counts"]:
                     kind, length = task["kind"], task["length"]
                     told = list(conversations(forced.engine.tokenizer, kind, length, args.contexts))
-                    pressed = kvpress.measure(args.model, told, fractions, args.venvs, console.log)
+                    pressed = presses.measure(args.model, told, fractions, args.venvs, console.log)
                     report["kvpress"].append({"kind": kind, "length": length, **pressed})
     if "streaming" in only:
         report["streaming"] = streaming.measure(forced, args.stream_tokens, args.window, 10, console.log)

@@ -30,6 +30,10 @@ from pagoda.sparse.recall import RecalledKV, Sketch
 from pagoda.sparse.report import SparseReport
 from pagoda.sparse.store import SparseMemory
 
+# In lower layers the residual stream still changes a lot: they go by their own queries. What was foretold for SmolLM2's
+# layers 1 and 2 had 76% of their attention, what their own queries found 88%; later it made a difference of 1%.
+_FIRST_AHEAD = 3
+
 
 class RecallingSequence:
     """See SparseSequence.
@@ -169,10 +173,12 @@ class RecallingSequence:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def before_layer(self, layer: int, residual: torch.Tensor, lease: Lease, start: int) -> None:
-        """See LooksAhead: fetch what the next layer will need; the first layer has none before it."""
-        needing = [layer + 1] if self._ahead else [layer]
-        if self._ahead and layer == 0:
-            needing.insert(0, 0)
+        """Fetch what the next layer will need, or this one; its input is that of LayerInputHook."""
+        needing = []
+        if layer < _FIRST_AHEAD or not self._ahead:
+            needing.append(layer)
+        if layer + 1 >= _FIRST_AHEAD and self._ahead:
+            needing.append(layer + 1)
         positions = torch.tensor([start], device=residual.device)
         for each in needing:
             if each in self._layers and self._kv is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pagoda.engine.engine import Generation
 from pagoda.errors import InvalidRequest
 from pagoda.sparse.recall_sequence import RecallingSequence
 from pagoda.sparse.spec import parse_kv_policy
-from tests.sparse.conftest import make_engine, text
+from tests.sparse.conftest import make_engine, make_model, text
 from tests.sparse.masked import Masked
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -54,7 +55,44 @@ class Seen:
         monkeypatch.setattr(RecallingSequence, "after_attention", noted)
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Layers enough to look ahead."""
+    return make_model(tmp_path_factory.mktemp("deep"), "llama", num_hidden_layers=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("infinigen", [(0, 0), (1, 1), (2, 2), (2, 3), (3, 4)]),
+        ("quest", [(layer, layer) for layer in range(5)]),
+    ],
+)
+def test_upper_layers_are_foretold(
+    deep: tuple[Path, Any], name: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs of the layer that the model is at, and the one whose needs are asked for."""
+    engine = make_engine(deep[0])
+    recall = engine.core.sparsity.memory.recall
+    at, asked = [0], []
+    original = RecallingSequence.before_layer
+
+    def before_layer(sequence: RecallingSequence, layer: int, *given: Any) -> None:
+        at[0] = layer
+        original(sequence, layer, *given)
+
+    def queries(layer: int, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        asked.append((at[0], layer))
+        return recall.queries(layer, residual, positions)
+
+    monkeypatch.setattr(RecallingSequence, "before_layer", before_layer)
+    memory = replace(engine.core.sparsity.memory, recall=replace(recall, queries=queries))
+    engine.core.sparsity = replace(engine.core.sparsity, memory=memory)
+    generate(engine, text(NUM_PROMPT), POLICIES[name], 3)
+    assert asked == 2 * expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid", "deep"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_step_is_dense_attention_to_what_is_on_the_device(
     name: str, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

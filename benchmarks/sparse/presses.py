@@ -19,7 +19,7 @@ from benchmarks.sparse.conversations import Conversation
 from benchmarks.sparse.quality import figures
 
 _ENVIRONMENT = Environment("kvpress", (("torch==2.13.0",), ("kvpress==0.5.5", "transformers<5.3")))
-_SIDE = Path(__file__).with_name("kvpress_side.py")
+_SIDE = Path(__file__).with_name("presses_side.py")
 
 
 class PressError(Exception):

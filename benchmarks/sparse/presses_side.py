@@ -1,6 +1,6 @@
 """The half that runs in kvpress's environment: conversations in, figures of every answer out. Imports nothing of ours.
 
-python kvpress_side.py WORK.json ANSWERS.json
+python presses_side.py WORK.json ANSWERS.json
 """
 
 from __future__ import annotations
