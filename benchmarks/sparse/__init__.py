@@ -4,6 +4,6 @@ conversations.py   a long text, a question known when it is compressed, and thre
 quality.py         right answers, their negative log-likelihood, KL and agreement, against kept fractions
 streaming.py       perplexity along a text far longer than the model's context
 throughput.py      decoding at 8k tokens: speed, and blocks held
-kvpress.py         the same conversations through NVIDIA's kvpress, in an environment of its own (presses_side.py)
+presses.py         the same conversations through NVIDIA's kvpress, in an environment of its own (presses_side.py)
 report.py          tables, JSON, PNG
 """
