@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagoda.errors import TierError
 from pagoda.integrations.vllm.messages import Orders, Replies
 from pagoda.integrations.vllm.scheduler import SchedulerSide
 from pagoda.integrations.vllm.settings import Settings
 from pagoda.integrations.vllm.worker import WorkerSide
-from pagoda.kv.keys import KeyChain
+from pagoda.kv.keys import BlockKey, KeyChain
+from pagoda.kv.tiers.base import Tier
+from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
+from pagoda.kv.tiers.records import Failed, GetResult, Target
 
 SIZE = 4  # tokens in a block
 NUM_LAYERS = 3
@@ -155,3 +159,30 @@ class FakeVllm:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+class HoleyTier(MemoryTier):
+    """Says that it has all, and cannot give some."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.unreadable: set[BlockKey] = set()
+        self.slow_s = 0.0
+
+    def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
+        time.sleep(self.slow_s)
+        good = super()._get_into(targets)
+        return [
+            Failed(TierError("unreadable")) if target.id.key in self.unreadable else result
+            for target, result in zip(targets, good, strict=True)
+        ]
+
+
+class Lent(FaultyTier):
+    """A tier that another engine has too; it stays open."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, Faults())
+
+    def _close(self) -> None:
+        pass

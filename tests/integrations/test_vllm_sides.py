@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pagoda.errors import TierError
 from pagoda.integrations.vllm import settings as settings_module
 from pagoda.integrations.vllm.settings import Settings, read_settings
-from pagoda.kv.keys import BlockKey
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
-from pagoda.kv.tiers.records import Failed, GetResult, RecordId, Target
+from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.tiers.spec import TierSpec
-from tests.integrations.fake_vllm import SIZE, FakeRequest, FakeVllm
+from tests.integrations.fake_vllm import SIZE, FakeRequest, FakeVllm, HoleyTier, Lent
 
 PROMPT = list(range(100, 123))  # five whole blocks and three tokens
 PATIENT = {"pagoda": {"wait_s": 5}}
@@ -323,33 +321,6 @@ def test_what_is_counted_reaches_the_figures_once(make: Make) -> None:
     assert figures.counts["pagoda_tier_stored_records\tmemory\t0"] == 5
     assert engine.workers[0].take_figures().counts == {}
     assert engine.scheduler.take_figures().counts == {"pagoda_vllm_missed_tokens\tnever_seen": 20}
-
-
-class HoleyTier(MemoryTier):
-    """Says that it has all, and cannot give some."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.unreadable: set[BlockKey] = set()
-        self.slow_s = 0.0
-
-    def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
-        time.sleep(self.slow_s)
-        good = super()._get_into(targets)
-        return [
-            Failed(TierError("unreadable")) if target.id.key in self.unreadable else result
-            for target, result in zip(targets, good, strict=True)
-        ]
-
-
-class Lent(FaultyTier):
-    """A tier that another engine has too; it stays open."""
-
-    def __init__(self, inner: Tier) -> None:
-        super().__init__(inner, Faults())
-
-    def _close(self) -> None:
-        pass
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
