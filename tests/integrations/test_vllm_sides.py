@@ -181,6 +181,8 @@ def test_a_tier_that_hangs_costs_patience_only(make: Make) -> None:
         told = engine.run(FakeRequest(list(PROMPT), kv_transfer_params={"pagoda": {"wait_s": 0.2}}))
         assert time.monotonic() - started < 3
         assert restored(told) == 0
+        assert told is not None
+        assert told["pagoda"]["miss"] == "restore_slower"
     finally:
         faults.running.set()
 
@@ -296,7 +298,21 @@ def test_a_load_that_computing_beats_is_given_up(make: Make) -> None:
     started = time.monotonic()
     told = engine.run(FakeRequest(list(PROMPT)))
     assert restored(told) == 0
+    assert told is not None
+    assert told["pagoda"]["miss"] == "restore_slower"
     assert time.monotonic() - started < 0.25
+
+
+def test_what_is_there_and_came_too_late_is_told_as_slower(make: Make) -> None:
+    tier = HoleyTier()
+    engine = make(tier)
+    engine.run(patient())
+    engine.settle()
+    tier.slow_s = 0.5  # looking up is fast
+    told = engine.run(FakeRequest(list(PROMPT), kv_transfer_params={"pagoda": {"wait_s": 0.2}}))
+    assert restored(told) == 0
+    assert told is not None
+    assert told["pagoda"]["miss"] == "restore_slower"
 
 
 def test_the_speed_of_computing_is_learned_from_steps(make: Make) -> None:

@@ -54,16 +54,22 @@ class Told:
 
 
 def explain(
-    num_whole: int, num_local: int, sources: tuple[str, ...], outcome: Answer | None, was_written: bool
+    num_whole: int, num_local: int, sources: tuple[str, ...], outcome: Answer | None, num_there: int, was_written: bool
 ) -> Told:
-    """Tell a prompt's story; the numbers are blocks, `outcome` is how asking the tiers ended."""
+    """Tell a prompt's story; the numbers are blocks.
+
+    Args:
+        outcome: how asking the tiers ended.
+        num_there: how many of the prompt's first blocks there were, with what vLLM had.
+        was_written: whether the first one that was computed had been written once.
+    """
     num_local = min(num_local, num_whole)
     sources = sources[: num_whole - num_local]
     if num_local + len(sources) == num_whole:
         reason = MissReason.NONE
     elif outcome is not None and outcome.num_failed:
         reason = MissReason.RESTORE_FAILED
-    elif outcome is not None and (outcome.num_slower or outcome.skipped or len(outcome.sources) > len(sources)):
+    elif outcome is not None and (outcome.num_slower or outcome.skipped or num_there > num_local + len(sources)):
         reason = MissReason.RESTORE_SLOWER
     else:
         reason = MissReason.EVICTED if was_written else MissReason.NEVER_SEEN

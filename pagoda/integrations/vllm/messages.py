@@ -70,11 +70,13 @@ class Orders:
 class Answer:
     """How many leading blocks of an Ask there are, and the tier of each.
 
-    `num_slower` and `num_failed` are blocks that a tier has but that are not worth loading, or could not be read;
-    `skipped` are tiers that were not asked: out, or slower than computing.
+    `num_there` is how many leading blocks the tiers said they have. `num_slower` and `num_failed` are blocks that a
+    tier has but that are not worth loading, or could not be read; `skipped` are tiers that were not asked, being out or
+    slower than computing, or did not answer in time.
     """
 
     sources: tuple[str, ...]
+    num_there: int = 0
     num_slower: int = 0
     num_failed: int = 0
     skipped: tuple[str, ...] = ()
@@ -84,6 +86,7 @@ class Answer:
         fewer = min(self, other, key=lambda answer: len(answer.sources))
         return Answer(
             fewer.sources,
+            min(self.num_there, other.num_there),
             max(self.num_slower, other.num_slower),
             max(self.num_failed, other.num_failed),
             tuple(dict.fromkeys(self.skipped + other.skipped)),

@@ -57,11 +57,6 @@ class _Recall:
         late = fetch.elapsed_s > fetch.worth_waiting_s(fetch.num_loaded)
         return self.has_all or fetch.hedged.is_set() or late
 
-    def report(self, sources: Sequence[Lane]) -> Answer:
-        """What to tell the scheduler."""
-        fetch = self.fetch
-        return Answer(tuple(lane.name for lane in sources), fetch.num_slower, fetch.num_failed, tuple(fetch.skipped))
-
 
 class Recalls:
     """All recalls of a worker.
@@ -107,7 +102,7 @@ class Recalls:
         if recall is not None:
             self._hierarchy.fetcher.end(recall.fetch)
             if recall.load is not None:
-                self._finish(recall.load, recall.report(recall.placed), len(recall.placed))
+                self._finish(recall.load, self._report(recall, recall.placed), len(recall.placed))
 
     def poll(self) -> None:
         """Answer what can be answered and place what arrived. Mutates vLLM's cache."""
@@ -140,9 +135,16 @@ class Recalls:
         else:
             return
         recall.is_answered = True
-        self.replies.answers[name] = 1, recall.report(sources)
+        self.replies.answers[name] = 1, self._report(recall, sources)
         if not sources:
             self.end(name)
+
+    def _report(self, recall: _Recall, sources: Sequence[Lane]) -> Answer:
+        """What to tell the scheduler."""
+        fetch, names = recall.fetch, tuple(lane.name for lane in sources)
+        if fetch.leading is None:
+            return Answer(names, skipped=tuple(lane.name for lane in self._hierarchy.lanes))
+        return Answer(names, len(fetch.leading), fetch.num_slower, fetch.num_failed, tuple(fetch.skipped))
 
     def _place(self, recall: _Recall, load: Load) -> None:
         """Copy what arrived at the front of a load into vLLM's blocks."""

@@ -67,6 +67,11 @@ class _Tracked:
     written_from: int = 0
 
     @property
+    def num_there(self) -> int:
+        """How many of the first blocks there were, here and in tiers, when they were last asked."""
+        return self.written_from + self.last.num_there if self.last is not None else self.num_local
+
+    @property
     def missed_was_written(self) -> bool:
         """Whether the first block that nobody had was written once."""
         index = self.num_local + len(self.sources) - self.written_from
@@ -269,6 +274,7 @@ class SchedulerSide:
             num_local=tracked.num_local,
             sources=tracked.sources,
             outcome=tracked.last,
+            num_there=tracked.num_there,
             was_written=tracked.missed_was_written,
         )
         self.figures.add("pagoda_vllm_missed_tokens", told.num_missed * self._block_size, told.reason)
