@@ -201,21 +201,22 @@ def capacity(args: argparse.Namespace) -> float:
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """Goodput in tokens a second; the times to first token that 99% do not exceed."""
     table = Table(box=None)
-    for column in ("", "goodput", "done in time", "refused", "preempted", "computed", "hits", "p99 TTFT by class"):
-        table.add_column(column, justify="left" if not column or column.startswith("p99") else "right")
+    waits = [f"{kind} p99" for kind in ServiceClass]
+    for column in ("", "goodput", "in time", "refused", "preempted", "computed", "hits", *waits):
+        table.add_column(column, justify="right" if column else "left")
     for outcome in outcomes:
         figures = outcome.figures()
-        waits = ", ".join(f"{kind} {outcome.quantile(kind, 0.99):.1f} s" for kind in ServiceClass)
         table.add_row(
             outcome.name,
-            f"{figures['goodput_tokens_s']:.1f} tokens/s",
+            f"{figures['goodput_tokens_s']:.1f}/s",
             f"{figures['good_requests']} of {len(outcome.met) + outcome.refused.total()}",
             str(outcome.refused.total()),
             str(outcome.preemptions),
             f"{outcome.computed_tokens:,}",
             f"{figures['hit_rate']:.0%}",
-            waits,
+            *(f"{outcome.quantile(kind, 0.99):.1f} s" for kind in ServiceClass),
         )
     Console(stderr=True).print(table)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,19 @@ def test_what_is_refused(given: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as error:
         parse_kv_policy(given)
     assert error.value.param == "kv_policy"
+
+
+def test_under_pressure_fit_is_a_part_of_what_fits(llama: tuple[Path, Any]) -> None:
+    sparsity = make_engine(llama[0]).core.sparsity
+    assert sparsity is not None
+
+    def budget(share: float, policy: str) -> Any:
+        pressed = replace(sparsity, fit_share=lambda: share)
+        found = pressed.policy_for(parse_kv_policy(policy), forks=False)  # type: ignore[arg-type]
+        assert found is not None
+        return found.budget
+
+    whole = budget(1.0, "h2o:fit")
+    assert budget(0.5, "h2o:fit") == whole // 2
+    assert budget(0.001, "h2o:fit") == whole  # too little for the policy: pressure is no reason for a 400
+    assert budget(0.5, "h2o:48") == 48
