@@ -24,6 +24,7 @@ from pagoda.cluster.prompts import Prompt, read_prompt
 from pagoda.cluster.ray_router import MAX_REPLICAS, PRESSURE, Call
 from pagoda.cluster.relay import error_body
 from pagoda.cluster.router import GENERATION, SESSION_HEADER
+from pagoda.engine.pressure import Level
 from pagoda.errors import RequestError
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
@@ -79,15 +80,16 @@ class Replica:
         """What the router sees of this replica."""
         stats = self._engine.stats()
         return {
-            "takes_requests": not self._is_up or self._engine.is_healthy,
+            "takes_requests": stats.pressure.level < Level.HOLD and (self._engine.is_healthy or not self._is_up),
             "requests_running": stats.num_running,
             "requests_waiting": stats.num_waiting,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaler sees: the share of blocks that are held, or 1 if requests wait."""
+        """What the autoscaler sees: the share of blocks that are held, or 1 where requests are held back."""
         stats = self._engine.stats()
-        return {PRESSURE: 1.0 if stats.num_waiting else stats.num_held_blocks / stats.num_blocks}
+        is_full = stats.pressure.level >= Level.HOLD
+        return {PRESSURE: 1.0 if is_full else stats.num_held_blocks / stats.num_blocks}
 
     async def serve(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
         """The answer: its status and headers, then its body in pieces. Closing it is the client leaving."""

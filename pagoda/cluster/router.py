@@ -46,6 +46,7 @@ from pagoda.server.token import HEADER as TOKEN_HEADER
 logger = logging.getLogger(__name__)
 
 GENERATION = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
+REFUSALS = frozenset((429, 503, 529))  # not now: another replica may have room
 SESSION_HEADER = "x-session-id"
 MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 4096
@@ -271,8 +272,11 @@ class Router:
         try:
             answer = await self._client.send(asked, stream=True)
             pieces, first = await begin(answer)
-            if answer.status_code == 503:
-                return Response(first, 503, media_type=answer.headers.get("content-type"))
+            if answer.status_code in REFUSALS:
+                kept = {
+                    name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers
+                }
+                return Response(first, answer.status_code, kept)
             begun = True
         except httpx.HTTPError as error:
             logger.warning("replica %d failed: %s", number, str(error) or type(error).__name__)

@@ -83,7 +83,7 @@ async def test_a_conversation_stays_and_others_spread() -> None:
         assert other.headers["x-pagoda-replica"] != first
 
 
-@pytest.mark.parametrize("fault", [{"refuses": True}, {"breaks_after": 0}, {"status": 503}])
+@pytest.mark.parametrize("fault", [{"refuses": True}, {"breaks_after": 0}, {"status": 503}, {"status": 429}])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_got_nothing_is_answered_by_another(fault: dict[str, Any], stream: bool) -> None:
     async with bench() as made:
