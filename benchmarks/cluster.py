@@ -158,7 +158,7 @@ async def replicas(args: argparse.Namespace, *, token: str) -> AsyncIterator[Loc
     events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-tokens"]
     memory = ["--kv-memory", args.kv_memory, "--max-model-len", str(args.context), "--log-level", "error"]
     command = [sys.executable, "-m", "pagoda.cli", "serve", args.model, "--served-model-name", MODEL, *events, *memory]
-    fleet = LocalReplicas(2, command, {TOKEN_ENV: token})
+    fleet = LocalReplicas(2, command, token=token)
     task = asyncio.create_task(fleet.run())
     try:
         headers = {"x-pagoda-token": token}
@@ -275,6 +275,8 @@ def main() -> None:
         sessions = recorded(args.traces, args.sessions, args.turns, args.chars)
     else:
         sessions = made_up(args.sessions, args.turns, args.chars)
+    if not sessions:
+        raise SystemExit(f"no session begins with a prompt of at most {args.chars} characters")
     console.print(f"{len(sessions)} sessions, {sum(map(len, sessions))} requests")
     runs = []
     for name in [*args.policies, *args.router]:

@@ -43,7 +43,7 @@ def publish_events(
     return publisher
 
 
-def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level: str) -> None:
+def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level: str, token: str | None) -> None:
     """Run this very command in `count` processes on loopback ports, behind a router on the address asked for."""
     from pagoda.cli.route import run_router
     from pagoda.cluster.local import LocalReplicas
@@ -58,7 +58,7 @@ def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level
     else:
         console.print(f"Requests are routed by what was sent where: {EXTRA}")
     with bind(host, port) as sock:
-        replicas = LocalReplicas(count, [sys.executable, "-m", "pagoda.cli", *sys.argv[1:], *own])
+        replicas = LocalReplicas(count, [sys.executable, "-m", "pagoda.cli", *sys.argv[1:], *own], token=token)
         router = Router(replicas.urls, RouterConfig(policy=str(routing), token=replicas.token))
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         console.print(f"{count} replicas behind {url}/v1 are starting; {url}/health tells when they are up")

@@ -196,7 +196,7 @@ def serve(
         access_log, usage_file = replica.own(access_log), replica.own(usage_file)
         tier = [spec.replace("{replica}", str(replica.number)) for spec in tier or ()]
     elif replicas > 1:
-        return serve_replicas(replicas, host, port, routing, str(log_level))
+        return serve_replicas(replicas, host, port, routing, str(log_level), cluster_token)
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
     ledger = Ledger(usage_file)

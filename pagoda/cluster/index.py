@@ -46,10 +46,6 @@ class FleetIndex:
         """The replicas that tell events."""
         return [int(replica) for replica in np.flatnonzero(self._tells)]
 
-    def known_by(self, replica: int) -> int:
-        """How many blocks a replica told it has. O(blocks)."""
-        return self._events.count(replica)
-
     def apply(self, replica: int, event: BlockEvent) -> None:
         """Take in what a replica told."""
         self._tells[replica] = True

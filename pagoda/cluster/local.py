@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from pagoda.errors import ConfigError
 from pagoda.server.sockets import bind
@@ -89,18 +90,26 @@ class LocalReplicas:
     Args:
         command: the program and its arguments; the environment tells it which replica it is.
         environment: besides this process's own.
+        token: the cluster's; a fresh one when None.
     """
 
-    def __init__(self, count: int, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        token: str | None = None,
+    ) -> None:
         if count < 1:
             raise ConfigError(f"there must be a replica, got {count}")
-        self.token = os.environ.get(TOKEN_ENV) or secrets.token_urlsafe(32)
+        self.token = secrets.token_urlsafe(32) if token is None else token
         self._command = list(command)
         self._environment = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
             **os.environ,
             TOKEN_ENV: self.token,
-            **(environment or {}),
+            **environment,
         }
         self._replicas = [_Process(number) for number in range(count)]
         self._life = os.pipe()

@@ -137,6 +137,8 @@ class Publisher:
         now = time.monotonic()
         if now - self._told_all_at >= _TELL_ALL_EVERY_S:
             self._told_all_at = now
+            if self._has_dropped:
+                logger.warning("%d calls of the engine were too many: its blocks are told anew", self.num_dropped)
             self.tell_all()
 
     def _answer(self) -> None:

@@ -65,10 +65,6 @@ class PrefixIndex:
         """A replica lost everything. O(blocks)."""
         self.remove(replica, list(self._holders))
 
-    def count(self, replica: int) -> int:
-        """How many blocks a replica has. O(blocks)."""
-        return sum(holders >> replica & 1 for holders in self._holders.values())
-
     def depths(self, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """For each replica, how many leading blocks it has; fewer where more than MAX_LEVELS depths differ."""
         depths = np.zeros(self.num_replicas, dtype=np.int64)

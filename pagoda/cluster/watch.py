@@ -98,6 +98,8 @@ class Watch:
             return await self._gone(replica, str(error) or "it refuses connections")
         except httpx.HTTPError as error:
             return await self._failed(replica, str(error) or type(error).__name__)
+        if answer.status_code == 401:
+            return await self._failed(replica, "it does not take this router's cluster token")
         if answer.status_code >= 500:
             return await self._failed(replica, f"/health answers {answer.status_code}")
         replica.failures = 0

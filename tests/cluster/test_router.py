@@ -135,6 +135,11 @@ async def test_a_dead_replica_gets_nothing_until_it_is_back() -> None:
 
 async def test_sick_is_as_good_as_dead() -> None:
     async with bench() as made:
+        for status in 500, 401:  # the latter: it is another cluster's
+            made.fleet.servers[0].health_status = status
+            await made.until_up(1)
+            made.fleet.servers[0].health_status = 200
+            await made.until_up(0, 1)
         made.fleet.servers[0].health_status = 500
         await made.until_up(1)
         made.fleet.servers[1].health_status = 404  # some servers have no /health
