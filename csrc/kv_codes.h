@@ -34,6 +34,16 @@ inline Bytes load_bytes(const void* p, int64_t lanes = kWidth) {
     memcpy(&bytes, p, lanes);
     return bytes;
 }
+// GCC would convert one after the other.
+inline Vec to_floats(Bytes bytes) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&bytes)));
+#else
+    return __builtin_convertvector(bytes, Vec);
+#endif
+}
 inline Vec load(const e5m2* p) { return from_half(__builtin_convertvector(load_bytes(p), HalfBits) << 8); }
 inline Vec load(const ScaleCode* p) { return from_half(__builtin_convertvector(load_bytes(p), HalfBits) << 7); }
 // A float16 has one bit of exponent more, and a bias that is greater by 8. Of the sign's copies that one stays which is the sign.

@@ -28,8 +28,8 @@ inline void widen_nibble_rows(const uint8_t* const* rows, const float* scales, c
         const Vec scale = splat(scales[j]), zero = splat(zeros[j]);
         for_each_vector(half, [&](int64_t i, int64_t lanes) {
             const Bytes bytes = load_bytes(rows[j] + i, lanes);
-            store_lanes(to + i, __builtin_convertvector(bytes & 15, Vec) * scale + zero, lanes);
-            store_lanes(to + half + i, __builtin_convertvector(bytes >> 4, Vec) * scale + zero, lanes);
+            store_lanes(to + i, to_floats(bytes & 15) * scale + zero, lanes);
+            store_lanes(to + half + i, to_floats(bytes >> 4) * scale + zero, lanes);
         });
     }
 }
@@ -45,8 +45,8 @@ inline void widen_nibble_channels(const uint8_t* const* rows, const ScaleCode* s
         for (int j = 0; j < count; j++) {
             const Bytes bytes = load_bytes(rows[j] + i, lanes);
             Out* row = to + j * padded(head_dim) + i;
-            store_lanes(row, __builtin_convertvector(bytes & 15, Vec) * low_scale + low_zero, lanes);
-            store_lanes(row + half, __builtin_convertvector(bytes >> 4, Vec) * high_scale + high_zero, lanes);
+            store_lanes(row, to_floats(bytes & 15) * low_scale + low_zero, lanes);
+            store_lanes(row + half, to_floats(bytes >> 4) * high_scale + high_zero, lanes);
         }
     });
 }
