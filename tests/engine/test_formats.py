@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pagoda.engine.engine import Engine
+from pagoda.engine.outputs import StepStats
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError, ModelError
 from pagoda.kv.keys import Scope
@@ -247,3 +248,24 @@ def test_a_tier_that_packs_without_loss_serves_everyone(folder: Path, tmp_path: 
     assert found.usage.num_hit_tokens == 80
     assert [tuple(found.completions[0].token_ids)] == exact
     engine.close()
+
+
+@of_both(["int8"], ["int4"])
+def test_audits_of_honest_engines_raise_no_alarm(folder: Path, kv_format: str) -> None:
+    class Watch:
+        num_audited = num_mismatches = 0
+
+        def on_step(self, stats: StepStats) -> None:
+            self.num_audited += stats.num_audited_blocks
+            self.num_mismatches += stats.num_audit_mismatches
+
+        def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None: ...
+
+        def on_finished(self, stats: object) -> None: ...
+
+    engine, watch = make(folder, kv_format=kv_format, audit=1.0), Watch()
+    engine.core.observers.append(watch)
+    for _ in range(3):
+        outputs(engine, prompts(3))
+    assert watch.num_audited > 0
+    assert watch.num_mismatches == 0

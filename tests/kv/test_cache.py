@@ -9,6 +9,7 @@ from pagoda.errors import InvariantError, OutOfBlocks
 from pagoda.kv.cache import CacheStats, KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
+from pagoda.kv.observe import MissReason
 from pagoda.kv.radix_node import as_tokens
 from tests.kv.fakes import TokenPool, make
 
@@ -391,3 +392,20 @@ def test_tokens_are_int32_unless_images_need_more() -> None:
     assert as_tokens([]).size == 0
     wide = as_tokens([1, 2**40])
     assert (wide.dtype, wide.tolist()) == (np.int64, [1, 2**40])
+
+
+def test_where_blocks_are_staged_hits_end_where_blocks_end() -> None:
+    cache, _ = make(20, 4, kv_format="int4")
+    tokens = as_tokens(range(1, 12))
+    lease = cache.acquire(tokens, Scope())
+    cache.reserve(lease, 11)
+    assert cache.open_blocks() == []
+    cache.advance(lease, tokens, 11)
+    assert cache.open_blocks() == [lease.tables[0].ids[2]]
+    cache.release(lease, tokens)
+    assert cache.num_cached_blocks == 2
+    found = cache.lookup(tokens, Scope())
+    assert found.num_tokens == 8
+    assert cache.misses.facts(tokens, Scope(), found.match).reason is MissReason.PARTIAL_BLOCK
+    assert cache.lookup(as_tokens([1, 2, 3, 4, 5, 6, 9, 9, 9]), Scope()).num_tokens == 4
+    cache.check()
