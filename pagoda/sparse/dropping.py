@@ -114,8 +114,13 @@ class Dropping:
         return self.num_tokens
 
     def observed(self, num_prompt: int) -> range:
-        """The tokens whose attention the choice goes by; they must be computed, not hit."""
+        """The tokens whose attention the choice goes by. Those from 0 on may be hit; where they start later, none is."""
         return range(0)
+
+    @property
+    def least_observed(self) -> int:
+        """The tokens at the prompt's end that a prefix hit leaves to be computed, where it could be longer."""
+        return 0
 
     def select(self, positions: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
         """Choose the entries that stay in one layer.

@@ -6,7 +6,8 @@
     | ##################################### ## |
       sinks  heavy hitters, chosen per head   recent
 
-After a prefix hit, sums start where the hit ended: who computed the rest did not keep what attention they paid.
+After a prefix hit, sums start where the hit ended: who computed the rest did not keep what attention they paid. A hit
+leaves the last 32 tokens to be computed, for one token alone is a poor judge.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import ClassVar
 import torch
 
 from pagoda.sparse.dropping import Dropping
+
+_LEAST_OBSERVED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class H2O(Dropping):
     def observed(self, num_prompt: int) -> range:
         """Every token."""
         return range(sys.maxsize)
+
+    @property
+    def least_observed(self) -> int:
+        """Enough to judge by."""
+        return _LEAST_OBSERVED
 
     def select(self, positions: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
         """Sinks and recent entries first, then by mass; among equals the earlier."""

@@ -38,7 +38,8 @@ class DroppingSequence:
         self._observed = policy.observed(num_prompt)
         # What follows the prompt is computed from what is kept of it; and where memory is bounded, what is hit beyond
         # the budget would be dropped before anything was seen of it.
-        self.hit_limit = min(num_prompt, self._observed.start or num_prompt) if exact else policy.num_tokens
+        seen_from = self._observed.start or max(0, num_prompt - policy.least_observed)
+        self.hit_limit = seen_from if exact else min(seen_from, policy.num_tokens)
         self._layers = memory.full_layers
         self._at = 0  # tokens computed when it was compressed last
         self._positions: dict[int, torch.Tensor] = {}  # of what was kept then, int64 [num_kv_heads, kept]

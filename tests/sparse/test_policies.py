@@ -81,6 +81,16 @@ def test_h2o_sums_from_where_a_prefix_hit_ends(llama: tuple[Path, Any]) -> None:
     assert_same(got, masked.generate(reference, prompt, 45, masked.h2o(40, 10, 12, 3), seen_from=56))
 
 
+def test_h2o_after_a_hit_of_the_whole_prompt_goes_by_its_last_tokens(llama: tuple[Path, Any]) -> None:
+    folder, reference = llama
+    engine = make_engine(folder)
+    prompt = text(101)
+    run(engine, prompt, 2, "none")
+    got = run(engine, prompt, 20, H2O)
+    assert got.usage.num_hit_tokens == 101 - 32
+    assert_same(got, masked.generate(reference, prompt, 20, masked.h2o(40, 10, 12, 3), seen_from=101 - 32))
+
+
 @pytest.mark.parametrize("budget", [48, 16])
 def test_streaming(llama: tuple[Path, Any], budget: int) -> None:
     folder, reference = llama
