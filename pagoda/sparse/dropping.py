@@ -114,7 +114,7 @@ class Dropping:
         return self.num_tokens
 
     def observed(self, num_prompt: int) -> range:
-        """The tokens whose attention the choice goes by. Those from 0 on may be hit; where they start later, none is."""
+        """The tokens whose attention the choice goes by. Those from 0 on may be hit; if they start later, none is."""
         return range(0)
 
     @property
