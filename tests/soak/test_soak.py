@@ -191,7 +191,8 @@ def _check_tally(tally: Tally) -> None:
     assert tally.nonsense.total() > 10
     assert min(tally.answered[name] for name in ("gold", "two", "one")) >= 5
     assert max(tally.ttft_s["gold"]) < GOLD_WAIT_S
-    assert 1.3 < tally.tokens["two"] / tally.tokens["one"] < 3.2
+    # Twice as much is due; what some dozen answers add up to is a rough measure of it (test_relief.py has a finer one).
+    assert 1.15 < tally.tokens["two"] / tally.tokens["one"] < 3.5
     if SECONDS >= 150:  # batch is promoted after half a minute a class
         assert tally.answered["bulk"] > 0
 
