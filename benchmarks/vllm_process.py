@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self
@@ -71,10 +72,12 @@ class VllmProcess:
         return lines
 
     def end(self, timeout_s: float = 60.0) -> list[int]:
-        """Let it end as it would; returns the processes of its group that are left then, which are killed."""
+        """Let it end as it would; returns the processes it leaves running, which are killed."""
+        deadline = time.monotonic() + timeout_s
         self._ask({"op": "end"})
         self._process.wait(timeout_s)
-        left = self.group()
+        while (left := self.group()) and time.monotonic() < deadline:
+            time.sleep(0.1)  # Python's own resource tracker ends a moment after those it watches
         self.close()
         return left
 
