@@ -81,7 +81,7 @@ def contexts(tokenizer: Tokenizer, kind: str, count: int, passages: int, size: i
                 paragraphs.append(texts[first % len(texts)])
                 first += 1
             paragraphs.insert(rng.randint(0, len(paragraphs)), line)
-            passage = encode("\n\n".join(paragraphs) + "\n\n")[:size]
+            passage = encode("\n\n".join(paragraphs) + "\n\n")
             spans.append(Span(len(tokens), len(tokens) + len(passage)))
             tokens += passage
         yield Context(
@@ -231,7 +231,7 @@ def show(report: dict[str, Any]) -> None:
     )
     for row in report["quality"]:
         cells = [_cell(row[key], form) for key, form in (("kl", "{:.1e}"), ("agrees", "{:.1%}"), ("right", "{:.1%}"))]
-        cells += [_cell(row["right_full"], "{:.1%}"), _cell(row["nll_change"], "{:+.3f}")]
+        cells += [f"{row['right_full']['value']:.1%}", f"{row['nll_change']['value']:+.3f}"]
         table.add_row(row["kind"], row["variant"], *cells, str(row["kl"]["n"]), "yes" if row["counts"] else "no")
     Console().print(table)
 
@@ -272,7 +272,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     on_right.set_ylabel("tokens of the answer that are right")
     for axes in (on_ttft, on_kl, on_right):
         axes.set_xlabel("computed anew, % of the passages' tokens")
-        axes.legend(fontsize="small")
+        if axes.lines:
+            axes.legend(fontsize="small")
     plot.savefig(path, dpi=150)
 
 
