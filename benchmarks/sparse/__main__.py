@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     if unknown := set(args.kinds.split(",")) - set(KINDS):
         parser.error(f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
     if args.quick:
-        args.kinds, args.contexts, args.fractions, args.lengths = "multi_key", 1, "0.5", "512"
+        args.kinds, args.contexts, args.fractions, args.lengths = "needle", 1, "0.5", "512"
         args.stream_tokens, args.window = 3000, 512
     return args
 

@@ -23,6 +23,17 @@ POLICIES: dict[str, Policy] = {
     name: (lambda budget, name=name: {"name": name, "budget": budget})
     for name in ("streaming", "h2o", "snapkv", "quest", "infinigen")
 }
+# The threshold bounds what crosses, the places what is there: without the one, the other alone decides.
+POLICIES["infinigen, any score"] = lambda budget: {"name": "infinigen", "budget": budget, "alpha": 99}
+_REPORTED = (
+    "num_kept_tokens",
+    "num_blocks",
+    "num_returned_blocks",
+    "returned_bytes",
+    "host_bytes",
+    "sketch_bytes",
+    "fetched_bytes",
+)
 
 
 @dataclass
@@ -32,13 +43,21 @@ class Point:
     answers: list[list[Compared]] = field(default_factory=list)
     reports: list[SparseReport] = field(default_factory=list)
 
-    def summary(self, bytes_per_token: float) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Figures of the first question and of the later ones, means over what the engine reported."""
         found: dict[str, Any] = {
             name: figures([of[first:last] for of in self.answers])
             for name, first, last in (("known", 0, 1), ("asked_again", 1, None))
         }
-        for name in ("num_kept_tokens", "num_blocks", "num_returned_blocks", "returned_bytes", "host_bytes"):
+        for name in (
+            "num_kept_tokens",
+            "num_blocks",
+            "num_returned_blocks",
+            "returned_bytes",
+            "host_bytes",
+            "sketch_bytes",
+            "fetched_bytes",
+        ):
             found[name] = float(np.mean([getattr(report, name) for report in self.reports]))
         return found
 
@@ -85,7 +104,6 @@ class Questions:
         report["counts"] = report["full"]["exact_match"]["value"] >= PASSES
         if not report["counts"]:
             return report
-        layout = self._forced.engine.core.cache.layout
         for name, policy in POLICIES.items():
             for fraction in fractions:
                 self._tell(f"{kind}, {length} tokens: {name} at {fraction:.0%}")
@@ -94,8 +112,7 @@ class Questions:
                     asked, sparse = self.ask(one, policy(round(fraction * one.num_prompt)))
                     point.answers.append(list(_compared(one, logits, asked)))
                     point.reports.append(sparse)
-                summary = point.summary(layout.bytes_per_token)
-                report["points"].append({"policy": name, "fraction": fraction, **summary})
+                report["points"].append({"policy": name, "fraction": fraction, **point.summary()})
         gc.collect()
         return report
 

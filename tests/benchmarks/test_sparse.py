@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from benchmarks.quality.compare import Compared
 from benchmarks.quality.forced import Forced
 from benchmarks.sparse.conversations import KINDS, Conversation, conversations
-from benchmarks.sparse.quality import POLICIES, Questions
+from benchmarks.sparse.quality import POLICIES, Point, Questions, figures
+from benchmarks.sparse.report import show, write
+from pagoda.engine.outputs import SparseReport
 from tests.sparse.conftest import llama, make_engine  # noqa: F401 - a fixture
 from tests.sparse.conftest import text as random_text
 
@@ -46,3 +51,42 @@ def test_full_kv_is_compared_with_itself_and_a_policy_with_it(llama: tuple[Path,
         assert not torch.allclose(asked[2][-1], full[2][-1]), name
     same, _ = questions.ask(told, {"name": "infinigen", "budget": 160})
     assert all(torch.equal(one, other) for one, other in zip(full, same, strict=True))
+
+
+def test_the_report_shows_and_draws_every_part(tmp_path: Path) -> None:
+    def compared(right: bool) -> Compared:
+        return Compared([0.1, 0.2], [0.5, 0.4], [0.6, 0.7], [True, right], [True, right], [True, True])
+
+    point = Point([[compared(True), compared(False), compared(True)]], [SparseReport("h2o", 1, 100, 400, 7, 20, 4096)])
+    measured = [{"policy": "h2o", "fraction": fraction, **point.summary()} for fraction in (0.5, 0.2)]
+    full = figures([[compared(True)] * 3])
+    assert full["exact_match"]["value"] == 1.0
+    assert measured[0]["known"]["exact_match"]["value"] == 1.0
+    assert measured[0]["asked_again"]["exact_match"]["value"] == 0.5
+    assert measured[0]["num_returned_blocks"] == 20
+    task = {"kind": "needle", "length": 512, "counts": True, "full": full, "points": measured}
+    streaming = {
+        "window": 64,
+        "bounds": [1, 50, 100],
+        "runs": {"4 sinks": {"perplexity": [9.0, 8.5], "most_blocks": 5}},
+    }
+    speed = {"decode_tokens_per_s": 10.0, "prefill_s": 1.5, "held_blocks": 7, "host_bytes": 0}
+    report = {
+        "quality": [task, {**task, "kind": "chat", "counts": False, "points": []}],
+        "kvpress": [{"kind": "needle", "length": 512, "points": measured}],
+        "streaming": streaming,
+        "throughput": {"batch": 1, "length": 512, "fraction": 0.2, "policies": {"full": speed}},
+    }
+    console = Console(record=True, width=200)
+    show(report, console)
+    shown = console.export_text()
+    for part in (
+        "needle, 512 tokens: full KV answers 100%",
+        "chat, 512 tokens",
+        "does not count",
+        "kvpress: needle",
+        "8.50",
+    ):
+        assert part in shown
+    assert [path.name for path in write(report, tmp_path)] == ["sparse.json", "sparse.png"]
+    assert json.loads((tmp_path / "sparse.json").read_text()) == report
