@@ -172,7 +172,18 @@ def charts(result: Result) -> list[Chart]:
 
 def _columns(result: Result) -> list[str]:
     places = [place.name for place in result.points[0].places] if result.points else []
-    return ["policy", "device", "hit rate", *places, "waste", "TTFT mean", "p50", "p95", "p99", "cold mean"]
+    return [
+        "policy",
+        "device",
+        "hit rate",
+        *(f"{place} hits" for place in places),
+        "waste",
+        "TTFT mean",
+        "p50",
+        "p95",
+        "p99",
+        "cold mean",
+    ]
 
 
 def _rows(result: Result) -> list[list[str]]:
