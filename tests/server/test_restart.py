@@ -32,8 +32,9 @@ from tests.model import models, tokenizers_made_here
 ROOT = Path(__file__).parents[2]
 # A model as tiny as this one computes faster than a busy machine restores: let the server believe that it is slow.
 SLOW_MODEL = """
+import functools
 from pagoda.engine import scheduler
-scheduler._FIRST_GUESS_S_PER_TOKEN = 100.0
+scheduler.PrefillSpeed = functools.partial(scheduler.PrefillSpeed, 100.0)
 """
 PROGRAM = (
     SLOW_MODEL
