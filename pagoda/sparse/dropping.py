@@ -14,16 +14,16 @@ the scheduler cuts its steps, so a preempted request that is computed again come
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from pagoda.errors import InvalidRequest
 from pagoda.kv.cache import KVCache
-from pagoda.sparse.base import Budget, Demand
+from pagoda.sparse.base import Demand
 from pagoda.sparse.sequence import DroppingSequence
+from pagoda.sparse.settings import Settings
 from pagoda.sparse.store import SparseMemory
 
 _LEAST_INTERVAL = 32
@@ -32,23 +32,20 @@ _MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Dropping:
+class Dropping(Settings):
     """Settings of every dropping policy.
 
     Attributes:
-        budget: entries that stay in each layer.
         interval: tokens between two compressions while decoding; None: an eighth of the budget.
 
     Raises:
         InvalidRequest: a setting is out of range, or the budget is too small for the others.
     """
 
-    name: ClassVar[str]
     bounds_prefill: ClassVar[bool] = True
     compresses_output: ClassVar[bool] = True
     packs_positions: ClassVar[bool] = False
     """Whether rotary positions are those in the cache: entries stand close together, whatever was between them."""
-    budget: Budget = "fit"
     interval: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,33 +56,12 @@ class Dropping:
             self.check(least <= self.budget, "budget", f"must be at least {least} tokens here")
             self.check(self.budget <= _MOST_TOKENS, "budget", f"must be at most {_MOST_TOKENS} tokens")
 
-    def check(self, ok: bool, setting: str, message: str) -> None:
-        """Refuse a setting."""
-        if not ok:
-            raise InvalidRequest(f"{self.name}: {setting} {message}, got {getattr(self, setting)}", param="kv_policy")
-
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Self:
-        """See SparsePolicy."""
-        known = [each.name for each in fields(cls)]
-        for name, value in given.items():
-            if name not in known:
-                message = f"{cls.name} has no setting {str(name)[:64]!r}; it has {', '.join(known)}"
-                raise InvalidRequest(message, param="kv_policy")
-            if type(value) is not int and not (name == "budget" and isinstance(value, str)):
-                message = f"{cls.name}: {name} must be a whole number, got {str(value)[:64]!r}"
-                raise InvalidRequest(message, param="kv_policy")
-        return cls(**given)
-
-    def with_budget(self, num_tokens: int) -> Self:
-        """See SparsePolicy."""
-        return replace(self, budget=num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """The budget, which must be in tokens by now."""
-        assert isinstance(self.budget, int), "the engine turns budgets into tokens before it uses them"
-        return self.budget
+    def check_type(cls, setting: str, value: Any) -> None:
+        """See Settings."""
+        if type(value) is not int and not (setting == "budget" and isinstance(value, str)):
+            message = f"{cls.name}: {setting} must be a whole number, got {str(value)[:64]!r}"
+            raise InvalidRequest(message, param="kv_policy")
 
     @property
     def least_budget(self) -> int:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda.errors import InvalidRequest
 from pagoda.kv.cache import KVCache
-from pagoda.sparse.base import Budget, Demand
+from pagoda.sparse.base import Demand
 from pagoda.sparse.host import RecallMemory
 from pagoda.sparse.recall import Sketch
 from pagoda.sparse.recall_sequence import RecallingSequence
+from pagoda.sparse.settings import Settings
 from pagoda.sparse.store import SparseMemory
 
 _INTERVAL = 16  # tokens decoded between two times that recent tokens are settled
 
 
 @dataclass(frozen=True, slots=True)
-class Recalling:
-    """Settings of every recalling policy.
+class Recalling(Settings):
+    """Settings of every recalling policy. The budget is places for what is fetched, and recent tokens.
 
     Attributes:
-        budget: entries of each layer in the pool: places for what is fetched, and recent tokens.
         recent: the last tokens that always stay.
 
     Raises:
         InvalidRequest: a setting is out of range, or the budget leaves no place.
     """
 
-    name: ClassVar[str]
     bounds_prefill: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
-    budget: Budget = "fit"
     recent: int = 16
 
     def __post_init__(self) -> None:
@@ -40,31 +37,6 @@ class Recalling:
         if isinstance(self.budget, int):
             least = self.recent + _INTERVAL + 2 * self.unit - 1
             self.check(self.budget >= least, "budget", f"must be at least {least} tokens here")
-
-    def check(self, ok: bool, setting: str, message: str) -> None:
-        """Refuse a setting."""
-        if not ok:
-            raise InvalidRequest(f"{self.name}: {setting} {message}, got {getattr(self, setting)}", param="kv_policy")
-
-    @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Self:
-        """See SparsePolicy."""
-        known = [each.name for each in fields(cls)]
-        for name in given:
-            if name not in known:
-                message = f"{cls.name} has no setting {str(name)[:64]!r}; it has {', '.join(known)}"
-                raise InvalidRequest(message, param="kv_policy")
-        return cls(**given)
-
-    def with_budget(self, num_tokens: int) -> Self:
-        """See SparsePolicy."""
-        return replace(self, budget=num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """The budget, which must be in tokens by now."""
-        assert isinstance(self.budget, int), "the engine turns budgets into tokens before it uses them"
-        return self.budget
 
     @property
     def unit(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.faults import Load, cases, run
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.tiers.fake import MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core
@@ -29,7 +30,7 @@ def test_a_tier_that_goes_bad_costs_hits_only(place: str, fault: str, monkeypatc
     if place == "object":
         pytest.importorskip("obstore")
     tiered, _ = make_core(num_blocks=64, tiers=[(MemoryTier(1 << 10), WritePolicy.BACK)])
-    monkeypatch.setattr(tiered._scheduler, "prefill_s_per_token", SECONDS_PER_TOKEN)
+    monkeypatch.setattr(tiered._scheduler, "prefill_speed", PrefillSpeed(SECONDS_PER_TOKEN))
     started = time.monotonic()
     outcome = run(tiered, LOAD, place, fault, size=8 << 20, small=1 << 20)
     assert outcome.num_stuck == 0

@@ -58,8 +58,8 @@ def noisy(forced: Forced, scale: float) -> Forced:
     decoder, generator = forced._decoder, torch.Generator().manual_seed(1)
     exact = forced._forward
 
-    def forward(batch: Any, kv: Any, group_of_layer: Any, **options: Any) -> torch.Tensor:
-        logits = exact(batch, kv, group_of_layer, **options)
+    def forward(batch: Any, kv: Any, group_of_layer: Any, *hooks: Any, **options: Any) -> torch.Tensor:
+        logits = exact(batch, kv, group_of_layer, *hooks, **options)
         for view, group in zip(kv, group_of_layer, strict=True):
             slots = batch.slot_mapping[group]
             blocks, offsets = slots // view.keys.shape[2], slots % view.keys.shape[2]

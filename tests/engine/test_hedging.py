@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import BlockKey, Scope
 from pagoda.kv.lease import RestoreReport, TierUse
@@ -63,7 +64,7 @@ def warm_core(
     watched = Watched(tier, faults)
     core, runner = make_core(num_blocks=300 * len(windows), windows=windows, tiers=[(watched, THROUGH)])
     runner.seconds_per_token = S_PER_TOKEN
-    core._scheduler.prefill_s_per_token = S_PER_TOKEN
+    core._scheduler.prefill_speed = PrefillSpeed(S_PER_TOKEN)
     return core, runner, watched
 
 
@@ -196,7 +197,7 @@ def test_random_load_over_tiers_of_changing_speed(
     core, runner = make_core(
         num_blocks=30 * len(windows), windows=windows, tiers=tiers, token_budget=24, max_model_len=90
     )
-    runner.seconds_per_token, core._scheduler.prefill_s_per_token = 1e-4, 3e-3
+    runner.seconds_per_token, core._scheduler.prefill_speed = 1e-4, PrefillSpeed(3e-3)
 
     def change(step: int) -> None:
         if step % 20 == 0:

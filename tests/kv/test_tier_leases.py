@@ -9,6 +9,7 @@ import pytest
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.params import SamplingParams
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.retention import Retained
@@ -24,7 +25,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(core: EngineCore, seed: int) -> int:
-    core._scheduler.prefill_s_per_token = 1.0  # any load is worth it
+    core._scheduler.prefill_speed = PrefillSpeed(1.0)  # any load is worth it
     core.add("r", prompt(seed), SamplingParams(max_tokens=5, temperature=0.0))
     request = core._requests["r"]
     assert run(core, limit=100_000)["r"][0].token_ids == expected_output(prompt(seed), 5)
