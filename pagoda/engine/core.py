@@ -16,11 +16,11 @@ from pagoda.blend.progress import BlendProgress
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
-from pagoda.engine.beam import BeamState
 from pagoda.engine.choosing import Chooser, News
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
 from pagoda.engine.history import History, Past
+from pagoda.engine.intake import Intake
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
@@ -39,7 +39,6 @@ from pagoda.engine.scheduler import Rows, Scheduler
 from pagoda.engine.sparse import Sparsity
 from pagoda.errors import (
     ConfigError,
-    ContextTooLong,
     InvalidRequest,
     LeaseRefused,
     ModelError,
@@ -48,10 +47,9 @@ from pagoda.errors import (
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation, MissReason
-from pagoda.kv.radix_node import TokenArray, as_tokens
+from pagoda.kv.radix_node import as_tokens
 from pagoda.model.lora import Adapter
 from pagoda.model.tokenizer import Tokenizer
-from pagoda.sparse.base import SparsePolicy
 
 _RESTORE_WAIT_S = 0.002
 
@@ -97,7 +95,16 @@ class EngineCore:
         self._passages = Passages(cache, self._forker.sample)
         self._requests: dict[str, Request] = {}
         self._auditor: Auditor | None = None
-        self.sparsity: Sparsity | None = None
+        self._intake = Intake(cache, config, vocab_size, self._eos_ids, max_model_len)
+
+    @property
+    def sparsity(self) -> Sparsity | None:
+        """What a kv_policy needs, if the engine has it."""
+        return self._intake.sparsity
+
+    @sparsity.setter
+    def sparsity(self, sparsity: Sparsity) -> None:
+        self._intake.sparsity = sparsity
 
     def audit(self, share: float, pool: BlockReader) -> None:
         """Compare this share of the blocks that hits are made of with what computing them gives; see Auditor."""
@@ -177,7 +184,7 @@ class EngineCore:
             scope = adapted(scope, chosen, tokens)
         if blend is not None:
             check_passages(blend, int(tokens.size), scope, self.cache.layout)
-        request = self._request(request_id, tokens, params, scope, priority)
+        request = self._intake.request(request_id, tokens, params, scope, priority)
         if blend is not None and request.sparse is not None:
             message = "passages cannot be reused where a kv_policy drops tokens: ask for {'name': 'none'}"
             raise InvalidRequest(message, param="kv_policy")
@@ -226,7 +233,7 @@ class EngineCore:
         if source.sparse is not None:
             raise InvalidRequest(f"request {request_id!r} has a kv_policy: it cannot be forked", param="kv_policy")
         tokens = sample.tokens.view.copy()
-        request = self._request(new_id, tokens, params, source.scope, source.priority, is_fork=True)
+        request = self._intake.request(new_id, tokens, params, source.scope, source.priority, is_fork=True)
         request.adapter = source.adapter
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
@@ -234,59 +241,6 @@ class EngineCore:
             num_hit = lease.num_hit_tokens
             request.explanation = Explanation(int(request.prompt.size), num_hit, num_hit, MissReason.NONE)
         self._requests[new_id] = request
-
-    def _request(
-        self,
-        request_id: str,
-        tokens: TokenArray,
-        params: SamplingParams,
-        scope: Scope,
-        priority: int,
-        *,
-        is_fork: bool = False,
-    ) -> Request:
-        policy = self._policy(params, is_fork=is_fork)
-        max_tokens = self._max_tokens(int(tokens.size), params, policy)
-        request = Request(request_id, tokens, params, scope, priority, max_tokens)
-        if policy is not None and self.sparsity is not None:
-            total = int(tokens.size) + max_tokens
-            request.peak_blocks = self.sparsity.peak_blocks(policy, int(tokens.size), total)
-            request.sparse = self.sparsity.open(policy, int(tokens.size), total)
-        if params.beam is not None:
-            limits = {"the vocabulary": self._vocab_size, "max_num_seqs": self._config.max_num_seqs}
-            for what, limit in limits.items():
-                if params.beam.width > limit:
-                    raise InvalidRequest(f"{params.beam.width} beams are more than {what}, {limit}", param="n")
-            end_ids = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_ids)
-            request.beams = BeamState(params.beam, end_ids, max_tokens)
-        return request
-
-    def _policy(self, params: SamplingParams, *, is_fork: bool) -> SparsePolicy | None:
-        forks = is_fork or params.num_samples > 1 or params.beam is not None
-        return None if self.sparsity is None else self.sparsity.policy_for(params.kv_policy, forks=forks)
-
-    def _max_tokens(self, prompt_len: int, params: SamplingParams, policy: SparsePolicy | None) -> int:
-        if policy is not None and self.sparsity is not None:
-            return self.sparsity.max_tokens(policy, prompt_len, params.max_tokens, self.max_model_len)
-        wanted = params.max_tokens if params.max_tokens is not None else max(1, self.max_model_len - prompt_len)
-        total = prompt_len + wanted
-        if total > self.max_model_len:
-            raise ContextTooLong(
-                f"this model's context is {self.max_model_len} tokens; the prompt has {prompt_len} "
-                f"and max_tokens asks for {wanted} more: {total}",
-                param="prompt" if prompt_len >= self.max_model_len else "max_tokens",
-            )
-        needed = self.cache.peak_blocks(total, self._config.token_budget)
-        room = self.cache.num_blocks
-        if params.beam is not None:  # beams go on together, so there must always be room for all of them
-            needed = self.cache.peak_blocks(total, self._config.token_budget, params.beam.width, prompt_len)
-            room -= self.cache.retention.limit_blocks
-        if needed > room:
-            raise ContextTooLong(
-                f"{prompt_len} prompt tokens and {wanted} more need {needed} KV blocks; there are {room} for a request",
-                param="prompt",
-            )
-        return wanted
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now and let go of its blocks; nothing if it is not there any more."""
