@@ -22,8 +22,9 @@ from pagoda.cli import options
 from tests.server.fake_backend import FakeBackend
 
 sizes = dict(num_blocks=1000, block_size=16, bytes_total=2**30, tokens_total=16000, users_at_full_context=7.8)
-cache = SimpleNamespace(**sizes)
-engine = SimpleNamespace(model_name="fake", max_model_len=2048, cache_info=lambda: cache)
+cache = SimpleNamespace(kv_format="auto", **sizes)
+core = SimpleNamespace(pressure=SimpleNamespace(report=SimpleNamespace(memory_limit=None)))
+engine = SimpleNamespace(model_name="fake", max_model_len=2048, core=core, cache_info=lambda: cache)
 options.load_engine = lambda model, **settings: engine
 options.as_async = lambda engine: FakeBackend(step_s=0.02)
 sys.argv = ["pagoda", "serve", "--port", "0", "--log-level", "error"]
