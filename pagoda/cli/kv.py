@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, RefusedError, Url, ask, print_json
+from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, RefusedError, Replica, Url, ask, print_json
 from pagoda.cli.tables import print_tables
 from pagoda.errors import ConfigError
 
@@ -26,10 +26,10 @@ app = typer.Typer(name="kv", help="Look into a running server's KV cache, pin an
 
 
 @app.command(name="ls")
-def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, replica: Replica = None, as_json: AsJson = False) -> None:
     """Blocks by state and tenant, and what is leased."""
-    usage = ask("GET", "/v1/kv", url=url, admin_key=admin_key)
-    leases = ask("GET", "/v1/kv/leases", url=url, admin_key=admin_key)["data"]
+    usage = ask("GET", "/v1/kv", url=url, admin_key=admin_key, replica=replica)
+    leases = ask("GET", "/v1/kv/leases", url=url, admin_key=admin_key, replica=replica)["data"]
     if as_json:
         return print_json({**usage, "leases": leases})
     console = Console(highlight=False)
@@ -55,6 +55,7 @@ def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = Fal
 def tree(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    replica: Replica = None,
     api_key: ApiKey = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most prefixes to show.")] = 200,
@@ -62,7 +63,7 @@ def tree(
 ) -> None:
     """The cached prefixes as a tree, the last used first."""
     params = {"limit": limit} | ({} if tenant is None else {"tenant": tenant})
-    answer = ask("GET", "/v1/kv/tree", url=url, admin_key=admin_key, api_key=api_key, params=params)
+    answer = ask("GET", "/v1/kv/tree", url=url, admin_key=admin_key, replica=replica, api_key=api_key, params=params)
     if as_json:
         return print_json(answer)
     console = Console(highlight=False)
@@ -87,6 +88,7 @@ def tree(
 def pin(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    replica: Replica = None,
     tenant: Tenant = "",
     cache_salt: Salt = "",
     prompt: Prompt = None,
@@ -96,7 +98,7 @@ def pin(
     """Keep a cached prefix until it is unpinned."""
     body = {"tenant": tenant, "cache_salt": cache_salt, **_prefix(prompt, messages)}
     try:
-        answer = ask("POST", "/v1/kv/pin", url=url, admin_key=admin_key, json=body)
+        answer = ask("POST", "/v1/kv/pin", url=url, admin_key=admin_key, replica=replica, json=body)
     except RefusedError as error:
         if tenant:
             raise
@@ -111,10 +113,11 @@ def unpin(
     lease: Annotated[str, typer.Argument(help="Its id, as `pagoda kv ls` shows it.")],
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    replica: Replica = None,
     api_key: ApiKey = None,
 ) -> None:
     """End a pin, or a lease before its time."""
-    ask("DELETE", f"/v1/kv/leases/{lease}", url=url, admin_key=admin_key, api_key=api_key)
+    ask("DELETE", f"/v1/kv/leases/{lease}", url=url, admin_key=admin_key, replica=replica, api_key=api_key)
     print(f"lease {lease} is ended")
 
 
@@ -122,6 +125,7 @@ def unpin(
 def purge(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    replica: Replica = None,
     tenant: Annotated[str | None, typer.Option(help="Whose.")] = None,
     cache_salt: Salt = "",
     prompt: Prompt = None,
@@ -143,18 +147,20 @@ def purge(
         raise ConfigError("say what to purge: --tenant, --prompt, --messages or --request")
     if not yes and not typer.confirm(f"Purge {what} from {url}?"):
         raise typer.Exit(1)
-    answer = ask("POST", "/v1/kv/purge", url=url, admin_key=admin_key, json=body)
+    answer = ask("POST", "/v1/kv/purge", url=url, admin_key=admin_key, replica=replica, json=body)
     if as_json:
         return print_json(answer)
     print(f"{answer['purged_blocks']:,} blocks purged")
 
 
 @app.command()
-def clear(url: Url = DEFAULT_URL, admin_key: AdminKey = None, yes: Yes = False) -> None:
+def clear(url: Url = DEFAULT_URL, admin_key: AdminKey = None, replica: Replica = None, yes: Yes = False) -> None:
     """Evict all that no request and no lease holds."""
     if not yes and not typer.confirm(f"Clear the cache of {url}?"):
         raise typer.Exit(1)
-    print(f"{ask('POST', '/v1/kv/clear', url=url, admin_key=admin_key)['freed_blocks']:,} blocks freed")
+    print(
+        f"{ask('POST', '/v1/kv/clear', url=url, admin_key=admin_key, replica=replica)['freed_blocks']:,} blocks freed"
+    )
 
 
 def _prefix(prompt: str | None, messages: Path | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +23,13 @@ ApiKey = Annotated[
     str | None,
     typer.Option(envvar="PAGODA_API_KEY", show_envvar=True, help="A tenant's own key.", rich_help_panel=_SERVER),
 ]
+Replica = Annotated[
+    int | None,
+    typer.Option(min=0, help="Behind a router: which replica to ask, by number.", rich_help_panel=_SERVER),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the server answers.")]
 
+_REPLICA = "x-pagoda-replica"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -32,11 +38,19 @@ class RefusedError(PagodaError):
 
 
 def ask(
-    method: str, path: str, *, url: str, admin_key: str | None, api_key: str | None = None, **content: Any
+    method: str,
+    path: str,
+    *,
+    url: str,
+    admin_key: str | None,
+    api_key: str | None = None,
+    replica: int | None = None,
+    **content: Any,
 ) -> dict[str, Any]:
-    """The JSON that the server answers.
+    """The JSON that the server answers. If a router chose one of its replicas for that, standard error says which.
 
     Args:
+        replica: the one to ask, where a router has several.
         content: `params` or `json`, as httpx takes them.
 
     Raises:
@@ -45,8 +59,8 @@ def ask(
     """
     import httpx
 
-    keys = {"x-admin-key": admin_key, "x-api-key": api_key}
-    headers = {name: key for name, key in keys.items() if key is not None}
+    given = {"x-admin-key": admin_key, "x-api-key": api_key, _REPLICA: None if replica is None else str(replica)}
+    headers = {name: value for name, value in given.items() if value is not None}
     try:
         answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=60, **content)
         body = answer.json()
@@ -59,7 +73,12 @@ def ask(
         message = fault["message"] if isinstance(fault, dict) else f"{path} answered {answer.status_code}"
         if answer.status_code == 404 and isinstance(fault, dict) and not fault["code"]:  # there is no such route
             message += "; the operator's routes exist where the server was started with --admin-key (PAGODA_ADMIN_KEY)"
+        if answer.status_code in (401, 403):
+            wrong = "the server does not know this key" if headers else "the server wants a key"
+            message = f"{wrong}: give --admin-key (PAGODA_ADMIN_KEY), or where it takes them --api-key (PAGODA_API_KEY)"
         raise RefusedError(message)
+    if replica is None and (number := answer.headers.get(_REPLICA)) is not None:
+        print(f"replica {number} answered; --replica N asks another", file=sys.stderr)
     return body
 
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, Url, ask
+from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, Replica, Url, ask
 from pagoda.errors import PagodaError
 from pagoda.kv.sizes import format_size
 
@@ -34,6 +34,7 @@ class Reading:
 def top(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    replica: Replica = None,
     api_key: ApiKey = None,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print once and exit.")] = False,
@@ -41,7 +42,7 @@ def top(
     """The cache of a running server, live. Ctrl-C ends it."""
 
     def read() -> Reading:
-        state = ask("GET", "/v1/kv/overview", url=url, admin_key=admin_key, api_key=api_key)
+        state = ask("GET", "/v1/kv/overview", url=url, admin_key=admin_key, replica=replica, api_key=api_key)
         return Reading(time.monotonic(), state)
 
     console = Console(highlight=False)
@@ -154,8 +155,11 @@ def _prefixes(tree: list[dict[str, Any]]) -> Table:
         for run in most_hit
     ]
     table = _table(("prefixes of", "hits", "tokens", ""), rows)
+    for column in table.columns[:-1]:
+        column.no_wrap, column.min_width = True, len(str(column.header))  # the texts take what is left, not all
     table.columns[-1].justify = "left"
     table.columns[-1].no_wrap = True
+    table.columns[-1].ratio = 1
     return table
 
 

@@ -17,7 +17,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,7 @@ from pagoda.server.token import HEADER as TOKEN_HEADER
 logger = logging.getLogger(__name__)
 
 GENERATION = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
+CACHES = "/v1/caches"
 REFUSALS = frozenset((429, 503, 529))  # not now: another replica may have room
 SESSION_HEADER = "x-session-id"
 MAX_BODY_BYTES = 8 << 20
@@ -211,8 +212,9 @@ class Router:
                 message = f"{REPLICA_HEADER} must be below {len(self._urls)}, the number of replicas."
                 raise HttpError(400, "invalid_value", message, param=REPLICA_HEADER)
             number = int(asked)
-        elif isinstance(previous := fields.get("previous_response_id"), str):
-            number = self.placement.session(_response(previous))
+        else:
+            known = (self.placement.session(name) for name in _kept(request.url.path, fields))
+            number = next((each for each in known if each is not None), None)
         if number is not None and not self.placement.is_up(number):
             raise NoReplica
         return number
@@ -289,8 +291,8 @@ class Router:
                     await answer.aclose()
         self.placement.answers(placed)
         self.metrics.requests.labels(number, answer.status_code).inc()
-        if (name := answer.headers.get("x-request-id")) and request.url.path == "/v1/responses":
-            self.placement.remember(_response(name), number)
+        if (name := answer.headers.get("x-request-id")) and request.url.path in ("/v1/responses", CACHES):
+            self.placement.remember(_owned(name), number)
 
         def ended(is_broken: bool) -> None:
             self._num_in_flight -= 1
@@ -344,9 +346,15 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key") or bearer
 
 
-def _response(name: str) -> str:
-    """What a stored response is called among sessions."""
-    return f"response {name}"
+def _kept(path: str, fields: dict[str, Any]) -> Iterator[str]:
+    """What a request needs that only the replica has which made it: a stored response, or a named cache."""
+    names = fields.get("previous_response_id"), fields.get("cached_content"), path.removeprefix(f"{CACHES}/")
+    return (_owned(name) for name in names if isinstance(name, str))
+
+
+def _owned(name: str) -> str:
+    """What a stored response or a named cache is called among sessions."""
+    return f"kept {name}"
 
 
 async def _any_body(request: Request, limit: int) -> bytes:

@@ -95,7 +95,7 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
         caches.put(cache)
         await save()
         usage = {"prompt_tokens": len(tokens), "cached_tokens": output.usage.num_hit_tokens}
-        return JSONResponse({**_report(cache), "usage": usage})
+        return JSONResponse({**_report(cache), "usage": usage}, headers={"x-request-id": cache.id})
 
     @router.get("/caches")
     async def all_of(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import uvicorn
@@ -10,12 +11,21 @@ from fastapi import FastAPI
 from pagoda.server.app import Lifecycle
 
 
+class _Probes(logging.Filter):
+    """Leaves out of the access log what monitors and routers ask every second."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+        return path not in ("/health", "/metrics")
+
+
 class DrainingServer(uvicorn.Server):
     """Begins to drain the engine when told to stop; uvicorn itself waits for open streams for ever."""
 
     def __init__(self, app: FastAPI, *, log_level: str = "info") -> None:
         # h11 rather than what happens to be installed: one parser, one behaviour.
         super().__init__(uvicorn.Config(app, log_level=log_level, http="h11", lifespan="on"))
+        logging.getLogger("uvicorn.access").addFilter(_Probes())
         self._lifecycle: Lifecycle = app.state.lifecycle
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

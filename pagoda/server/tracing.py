@@ -11,6 +11,8 @@ The caller's span comes in the W3C `traceparent` header. Attributes follow the c
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
@@ -26,6 +28,7 @@ from pagoda.engine.outputs import RequestOutput, RequestStats, StepStats
 from pagoda.errors import ConfigError, PagodaError
 
 _NS = 1_000_000_000
+_PATIENCE_S = 2  # with a collector that does not answer: also how long stopping the server may take for it
 
 
 class Tracing:
@@ -39,7 +42,7 @@ class Tracing:
     def __init__(self, model_name: str, exporter: SpanExporter) -> None:
         resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
         self._provider = TracerProvider(resource=resource)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=_PATIENCE_S * 1000))
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._model_name = model_name
         self._followed: dict[str, RequestStats | None] = {}  # written by the engine's thread, for requests still here
@@ -93,8 +96,10 @@ class Tracing:
                 self._tracer.start_span(name, context, start_time=begin).end(stop)
 
     def close(self) -> None:
-        """Send what is left, for some seconds at most, and stop."""
-        self._provider.shutdown()
+        """Send what is left, for two seconds at most, and stop."""
+        stopping = threading.Thread(target=self._provider.shutdown, name="pagoda-tracing", daemon=True)
+        stopping.start()
+        stopping.join(_PATIENCE_S)
 
 
 def _attributes(stats: RequestStats) -> Iterator[tuple[str, str | int | float | tuple[str, ...]]]:
@@ -120,4 +125,6 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"--otlp-endpoint takes a URL such as http://127.0.0.1:4318/v1/traces, got {endpoint!r}")
-    return OTLPSpanExporter(endpoint=endpoint)
+    for name in ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # it warns of every try; the failure is enough
+    return OTLPSpanExporter(endpoint=endpoint, timeout=_PATIENCE_S)

@@ -258,6 +258,19 @@ async def test_a_stored_response_is_gone_on_with_where_it_is() -> None:
             assert again.headers["x-pagoda-replica"] == first.headers["x-pagoda-replica"]
 
 
+async def test_a_named_cache_is_used_and_changed_where_it_is() -> None:
+    async with bench() as made:
+        for text in "a", "b", "c":  # made on either of them
+            first = await made.client.post("/v1/caches", json={"prompt": text})
+            owner, name = first.headers["x-pagoda-replica"], first.headers["x-request-id"]
+            for again in "d", "e", "f":
+                answer = await made.chat(again, cached_content=name)
+                assert answer.headers["x-pagoda-replica"] == owner
+            for method in "GET", "PATCH", "DELETE":
+                answer = await made.client.request(method, f"/v1/caches/{name}", json={})
+                assert answer.headers["x-pagoda-replica"] == owner
+
+
 async def test_a_session_stays_whatever_it_says() -> None:
     async with bench() as made:
         answers = [await made.chat(model=f"m{i}", headers={"x-session-id": "s"}) for i in range(4)]

@@ -94,9 +94,11 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
             started = await http.post(base, json={"capabilities": {"alwaysMatch": wanted}})
             session = started.json()["value"]
             assert started.status_code == 200, session
-            async with httpx.AsyncClient(timeout=40, base_url=f"{base}/{session['sessionId']}/") as client:
-                yield Browser(client)
-            await http.delete(f"{base}/{session['sessionId']}")
+            try:
+                async with httpx.AsyncClient(timeout=40, base_url=f"{base}/{session['sessionId']}/") as client:
+                    yield Browser(client)
+            finally:  # else the browser outlives a test that fails, and the server waits for it
+                await http.delete(f"{base}/{session['sessionId']}")
     finally:
         driver.terminate()
         await driver.wait()
