@@ -314,7 +314,8 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
         f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
         "Memory": f"{format_size(rss_bytes())} resident, the KV cache and the weights with it; "
         + ("no limit known" if limit is None else f"at most {format_size(limit)}"),
-        "API": f"{url}/v1, {'API key required' if keys else 'no API key'}; dashboard at {url}/dashboard, metrics at {url}/metrics",
+        "API": f"{url}/v1, {'API key required' if keys else 'no API key'}",
+        "Look": f"{url}/dashboard, {url}/metrics",
     }
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for label, text in lines.items():
