@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MACHINE = "What is simulated"
 _FLEET = "Several replicas"
+_DEFAULT_MODEL = "llama-3.1-8b"
 _DEFAULT_SIZES = ("1%", "5%", "10%", "25%")
 
 
@@ -50,8 +51,12 @@ def replay(
     ] = None,
     bound: Annotated[bool, typer.Option(help="Belady's bound, which keeps the trace in memory.")] = True,
     model: Annotated[
-        str, typer.Option(help="Whose KV and speed; as in `pagoda plan`.", rich_help_panel=_MACHINE)
-    ] = "llama-3.1-8b",
+        str | None,
+        typer.Option(
+            help=f"Whose KV and speed; as in `pagoda plan`. [default: an access log's own, else {_DEFAULT_MODEL}]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="See `pagoda plan --list`.", rich_help_panel=_MACHINE)] = "h100",
     devices: Annotated[int, typer.Option(min=1, help="Devices to a replica.", rich_help_panel=_MACHINE)] = 1,
     kv_format: Annotated[
@@ -89,7 +94,7 @@ def replay(
     from pagoda.plan.trace_files import open_trace
 
     opened = open_trace(trace, format, interval)
-    setup = _setup(model, hardware, devices, kv_format, tier or (), output_speed)
+    setup = _setup(model or _model_of(opened), hardware, devices, kv_format, tier or (), output_speed)
     target = None if target_hit_rate is None else _share(target_hit_rate)
     summary = summarize(_shown(opened, "reading")(), *([] if bound else [0]))
     sizes = [_blocks(text, summary, setup) for text in device or _DEFAULT_SIZES]
@@ -114,6 +119,15 @@ def replay(
         print(json.dumps(result.to_json(), indent=1))
     else:
         report.print_result(result)
+
+
+def _model_of(trace: Trace) -> str:
+    """The model of an access log, if it is one of the built-in ones; else the default."""
+    from pagoda.plan.access_log import logged_model
+    from pagoda.plan.catalog import find_shape
+
+    name = logged_model(trace.files[0]) if trace.format == "access-log" else None
+    return name if name is not None and find_shape(name) is not None else _DEFAULT_MODEL
 
 
 def _setup(

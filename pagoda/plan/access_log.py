@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import heapq
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,16 @@ def read_access_log(path: str | Path, advance: Advance = no_advance) -> Iterator
         return TraceRequest(float(row["time"]), blocks, block_tokens, num_prompt, int(row["output"]))
 
     return _in_order(read_lines(path, request, advance))
+
+
+def logged_model(path: str | Path) -> str | None:
+    """The model that an access log's first server had; None if the file is no access log."""
+    with Path(path).open("rb") as lines:
+        try:
+            name = json.loads(next(lines, b"{}")).get("model")
+        except (ValueError, AttributeError):
+            return None
+    return name if isinstance(name, str) else None
 
 
 def _in_order(requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:

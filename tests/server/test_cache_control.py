@@ -56,11 +56,17 @@ async def serve(
         yield live
 
 
-async def ask(live: Live, question: str, key: str = "sk-a", control: dict[str, Any] | None = None) -> Any:
+async def ask(
+    live: Live, question: str, key: str = "sk-a", control: dict[str, Any] | None = None, **fields: Any
+) -> Any:
     block = {"type": "text", "text": SYSTEM} | ({"cache_control": control} if control else {})
     async with anthropic.AsyncAnthropic(base_url=live.url, api_key=key, max_retries=0) as client:
         return await client.messages.create(
-            model="tiny", max_tokens=2, system=[block], messages=[{"role": "user", "content": question}]
+            model="tiny",
+            max_tokens=2,
+            system=[block],
+            messages=[{"role": "user", "content": question}],
+            extra_body=fields,
         )
 
 
