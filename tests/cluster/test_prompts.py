@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.cluster.prompts import CHUNK_CHARS, read_prompt
@@ -67,7 +67,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(["messages", "prompt", "system", "tools", "model", "input"]), VALUES))
 def test_any_object_has_a_prompt(fields: dict[str, Any]) -> None:
     prompt = read_prompt(fields, b"\xff")
