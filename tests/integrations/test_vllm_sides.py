@@ -202,6 +202,21 @@ def test_several_workers_count_only_what_all_have(make: Make) -> None:
     assert told["pagoda"]["miss"] == "evicted"
 
 
+def test_what_was_restored_and_is_gone_was_evicted_too(make: Make) -> None:
+    tier = MemoryTier(1 << 20)
+    first = make(tier)
+    first.run(patient())
+    first.settle()
+    second = make(Lent(tier))  # restarted: it has written nothing itself
+    assert restored(second.run(patient())) == 20
+    for record in list(tier.scan()):
+        tier.delete([record.id])
+    told = second.run(patient())
+    assert restored(told) == 0
+    assert told is not None
+    assert told["pagoda"]["miss"] == "evicted"
+
+
 def test_what_a_slow_tier_gave_goes_to_the_faster_ones(make: Make) -> None:
     fast, slow = MemoryTier(1 << 20), MemoryTier(1 << 20)
     first = make(slow)

@@ -48,7 +48,7 @@ class _Tracked:
         num_local: blocks of the prompt that vLLM had when it was last admitted.
         sources: the tiers of the blocks after those that we gave.
         last: how the last ask or load ended.
-        written: which of the blocks last asked for, from block `written_from` on, had been written once.
+        written: which of the blocks last asked for, from block `written_from` on, tiers had once.
     """
 
     request: VllmRequest
@@ -73,7 +73,7 @@ class _Tracked:
 
     @property
     def missed_was_written(self) -> bool:
-        """Whether the first block that nobody had was written once."""
+        """Whether tiers once had the first block that nobody had."""
         index = self.num_local + len(self.sources) - self.written_from
         return 0 <= index < len(self.written) and self.written[index]
 
@@ -171,6 +171,8 @@ class SchedulerSide:
             self._orders.loads.append(Load(request.request_id, skipped, block_ids[first : first + count]))
             tracked.sources = tracked.answer.sources[skipped:][:count]
             tracked.loading = count
+            if tracked.keys is not None:
+                self._note(tracked.keys.between(first, first + count))
         elif tracked.asked is not None:
             tracked.sources = ()
             self._orders.ended.append(request.request_id)
@@ -209,7 +211,11 @@ class SchedulerSide:
         block_ids = block_ids_of(request.request_id)
         for key, block_id in zip(keys.between(saved, whole), block_ids[saved:whole], strict=True):
             orders.saves.append(Save(key, block_id, tracked.params.priority))
-            self._written[key] = None
+        self._note(keys.between(saved, whole))
+
+    def _note(self, keys: Sequence[BlockKey]) -> None:
+        """Remember that tiers have, or get, these blocks: if they are missed later, they were evicted."""
+        self._written.update(dict.fromkeys(keys))
         while len(self._written) > _MAX_GHOSTS:
             self._written.popitem(last=False)
 
