@@ -31,9 +31,9 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         for name, one in variants.items():
             table.add_row(
                 name,
-                _interval(one["kl"], "{:.2e}"),
-                _interval(one["perplexity_change"], "{:+.3%}"),
-                _interval(one["top1_agreement"], "{:.2%}"),
+                interval(one["kl"], "{:.2e}"),
+                interval(one["perplexity_change"], "{:+.3%}"),
+                interval(one["top1_agreement"], "{:.2%}"),
                 f"{one['num_tokens']:,}",
             )
         console.print(table)
@@ -44,9 +44,9 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             table.add_column("answer NLL change")
         for task in report["tasks"]:
             row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"])]
-            row += [_interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
+            row += [interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
             for one in task["variants"].values():
-                row += [f"{one['exact_match']['value']:.0%}", _interval(one["answer_nll_change"], "{:+.3f}")]
+                row += [f"{one['exact_match']['value']:.0%}", interval(one["answer_nll_change"], "{:+.3f}")]
             table.add_row(*row)
         console.print(table)
     if "divergence" in report:
@@ -54,7 +54,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             "variant", "never parts", "tokens the same", title=f"greedy, {report['divergence']['followed']} tokens"
         )
         for name, one in report["divergence"]["variants"].items():
-            table.add_row(name, _interval(one["never"], "{:.0%}"), _interval(one["mean_same"], "{:.1f}"))
+            table.add_row(name, interval(one["never"], "{:.0%}"), interval(one["mean_same"], "{:.1f}"))
         console.print(table)
     if "accumulation" in report:
         bounds = report["accumulation"]["bounds"]
@@ -64,13 +64,13 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     if "gsm8k" in report:
         table = Table("variant", "right", "same answer", "same text", title="GSM8K")
-        table.add_row("full", _interval(report["gsm8k"]["right_full"], "{:.1%}"), "", "")
+        table.add_row("full", interval(report["gsm8k"]["right_full"], "{:.1%}"), "", "")
         for name, one in report["gsm8k"]["variants"].items():
-            table.add_row(name, *[_interval(one[key], "{:.1%}") for key in ("right", "same_answer", "same_text")])
+            table.add_row(name, *[interval(one[key], "{:.1%}") for key in ("right", "same_answer", "same_text")])
         console.print(table)
 
 
-def _interval(figure: Mapping[str, float], form: str) -> str:
+def interval(figure: Mapping[str, float], form: str) -> str:
     return f"{form.format(figure['value'])} [{form.format(figure['low'])}, {form.format(figure['high'])}]"
 
 

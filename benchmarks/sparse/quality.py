@@ -49,15 +49,7 @@ class Point:
             name: figures([of[first:last] for of in self.answers])
             for name, first, last in (("known", 0, 1), ("asked_again", 1, None))
         }
-        for name in (
-            "num_kept_tokens",
-            "num_blocks",
-            "num_returned_blocks",
-            "returned_bytes",
-            "host_bytes",
-            "sketch_bytes",
-            "fetched_bytes",
-        ):
+        for name in _REPORTED:
             found[name] = float(np.mean([getattr(report, name) for report in self.reports]))
         return found
 

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quality.report import interval
+
 
 def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
     """`sparse.json`, and `sparse.png` if matplotlib is there."""
@@ -59,14 +61,10 @@ def _show_points(task: Mapping[str, Any], title: str, console: Console) -> None:
         row = [point["policy"], f"{point['fraction']:.0%}"]
         for asked in ("known", "asked_again"):
             one = point[asked]
-            row += [_interval(one["exact_match"], "{:.0%}"), f"{one['answer_nll_change']['value']:+.3f}"]
+            row += [interval(one["exact_match"], "{:.0%}"), f"{one['answer_nll_change']['value']:+.3f}"]
             row += [f"{one['kl']['value']:.3f}", f"{one['top1_agreement']['value']:.0%}"]
         table.add_row(*row)
     console.print(table)
-
-
-def _interval(figure: Mapping[str, float], form: str) -> str:
-    return f"{form.format(figure['value'])} [{form.format(figure['low'])}, {form.format(figure['high'])}]"
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:

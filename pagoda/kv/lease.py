@@ -11,6 +11,8 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.lineage import Segment
 from pagoda.kv.radix_node import TokenArray
 
+_PATIENCE = 0.03  # of the time that computing would take: what a restore that fails may cost
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
@@ -55,6 +57,10 @@ class TierUse:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise InvalidRequest(f"{name} must be 0 or more, got {value}", param=f"tiers.{name}")
+
+    def patience_s(self, recompute_s: float) -> float:
+        """How long to wait for the first blocks, where computing all that is asked for takes `recompute_s`."""
+        return _PATIENCE * recompute_s if self.wait_s is None else self.wait_s
 
 
 class Lease:

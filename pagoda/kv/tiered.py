@@ -33,7 +33,6 @@ from pagoda.kv.tenants import Share
 from pagoda.kv.tiers.records import NO_LEASE, RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
-_PATIENCE = 0.03  # of the time that computing would take: what a restore that fails may cost
 _IMPORTED_BLOCKS = 32
 
 
@@ -95,7 +94,7 @@ class TieredCache(KVCache):
         tokens = lease.prompt[: (first + len(keys)) * size]
         ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
         recompute_s = len(ids) * size * seconds_per_token
-        patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
+        patience_s = use.patience_s(recompute_s)
         fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s, lanes)
         self._restores[lease] = Restore(lease, tokens, fetch, first, size)
 

@@ -26,7 +26,6 @@ from pagoda.kv.keys import KEY_BYTES, BlockKey, KeyChain
 
 logger = logging.getLogger("vllm.pagoda")
 
-_PATIENCE = 0.03  # of the time that computing would take: what a restore that fails may cost
 _FIRST_GUESS_S_PER_TOKEN = 0.0005
 _LEAST_TOKENS = 64  # of a step that says something about speed
 _MAX_GHOSTS = 1 << 18
@@ -150,7 +149,7 @@ class SchedulerSide:
         if first >= last:
             return False
         recompute_s = (last - first) * size * self.s_per_token
-        patience_s = _PATIENCE * recompute_s if use.wait_s is None else use.wait_s
+        patience_s = use.patience_s(recompute_s)
         wanted = keys.between(first, last)
         self._orders.asks.append(Ask(tracked.request.request_id, wanted, recompute_s, patience_s))
         tracked.asked, tracked.answer = first, None
