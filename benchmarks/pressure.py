@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda import Engine, SamplingParams
-from pagoda.engine.pressure_config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.config import ClassLimits, PressureConfig
 from pagoda.engine.tenants import ServiceClass, TenantSpec
 from pagoda.errors import Overloaded
 from pagoda.kv.keys import Scope

@@ -15,7 +15,7 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from pagoda.engine.aio import AsyncEngine
     from pagoda.engine.engine import Engine
-    from pagoda.engine.pressure_config import PressureConfig
+    from pagoda.engine.pressure.config import PressureConfig
 
 DEFAULT_MODEL = "smollm2"
 _MEMORY = "Memory and batching"
@@ -258,7 +258,7 @@ def pressure_config(pressure: str, memory_limit: str | None) -> PressureConfig:
     """
     from dataclasses import replace
 
-    from pagoda.engine.pressure_config import PressureConfig
+    from pagoda.engine.pressure.config import PressureConfig
     from pagoda.kv.sizes import parse_size
 
     if pressure == "off":

@@ -24,7 +24,7 @@ from pagoda.cluster.prompts import Prompt, read_prompt
 from pagoda.cluster.ray_router import MAX_REPLICAS, PRESSURE, Call
 from pagoda.cluster.relay import error_body
 from pagoda.cluster.router import GENERATION, SESSION_HEADER
-from pagoda.engine.pressure import Level
+from pagoda.engine.pressure.ladder import Level
 from pagoda.errors import RequestError
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError

@@ -8,9 +8,9 @@
     intake.py     what a caller asks for, held against what the engine has
     choosing.py   tokens from logits: sampling, stops, beams
     forking.py    samples, beams and forks on shared blocks           beam.py
-    relief.py     the pressure ladder at work                         pressure.py (levels) admission.py (refusals)
-    sparse.py     kv_policies in the engine                           sparse_hook.py recall.py calibrate.py
-    blending.py   passages reused anywhere                            passages.py
+    pressure/     the pressure ladder at work: levels, refusals
+    sparse/       kv_policies
+    blend/        passages reused anywhere
     audit.py      hits computed again and compared
     engine.py     Engine: loads a model, sizes the pool, generates offline
     aio.py        AsyncEngine: the same on a thread of its own, streaming to asyncio

@@ -24,8 +24,8 @@ from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
-from pagoda.engine.pressure import LevelChange
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.ladder import LevelChange
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import Overloaded, RequestAborted, RequestError
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiered import TieredCache

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagoda.engine.policy import QUEUE_POLICIES
-from pagoda.engine.pressure_config import PressureConfig
+from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
 

@@ -16,6 +16,7 @@ from pagoda.blend.progress import BlendProgress
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
+from pagoda.engine.blend.passages import Passages, check_passages
 from pagoda.engine.choosing import Chooser, News
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
@@ -31,12 +32,11 @@ from pagoda.engine.outputs import (
     StepStats,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.engine.passages import Passages, check_passages
-from pagoda.engine.relief import PressureControl
+from pagoda.engine.pressure.control import PressureControl
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
-from pagoda.engine.sparse import Sparsity
+from pagoda.engine.sparse.sparsity import Sparsity
 from pagoda.errors import (
     ConfigError,
     InvalidRequest,

@@ -22,10 +22,10 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.memory import make_pool, safe_kv_memory
 from pagoda.engine.outputs import Completion, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
-from pagoda.engine.pressure_config import PressureConfig
-from pagoda.engine.recall import recall_memory
+from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.runner import ModelRunner, layout_for
-from pagoda.engine.sparse import Sparsity
+from pagoda.engine.sparse.recall_memory import recall_memory
+from pagoda.engine.sparse.sparsity import Sparsity
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache

@@ -6,7 +6,7 @@ from pagoda.engine.beam import BeamState
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.request import Request
-from pagoda.engine.sparse import Sparsity
+from pagoda.engine.sparse.sparsity import Sparsity
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope

@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pagoda.engine.blending import Blender
+from pagoda.engine.blend.blender import Blender
 from pagoda.engine.scheduler import Rows
-from pagoda.engine.sparse_hook import sparse_hook
+from pagoda.engine.sparse.hook import sparse_hook
 from pagoda.errors import ConfigError
 from pagoda.kernels import KVView, Staging
 from pagoda.kv.cache import KVCache

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.kv.keys import Scope
 
 __all__ = ["Backend", "BackendStats", "CacheAdmin", "Scope", "Tokenizer"]

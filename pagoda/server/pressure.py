@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.engine.admission import Refusal
-from pagoda.engine.pressure import Level
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.admission import Refusal
+from pagoda.engine.pressure.ladder import Level
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import Overloaded
 from pagoda.server.backend import Backend
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pagoda.engine.admission import MAX_RETRY_S, MIN_RETRY_S, Ask, Gate, Line, Refusal
-from pagoda.engine.pressure import Level
-from pagoda.engine.pressure_config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.admission import MAX_RETRY_S, MIN_RETRY_S, Ask, Gate, Line, Refusal
+from pagoda.engine.pressure.config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.ladder import Level
 from pagoda.engine.tenants import ServiceClass, Share
 from pagoda.errors import MemoryPressure, Overloaded
 from pagoda.kv.allocator import Allocator

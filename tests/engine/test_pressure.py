@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.pressure import NEVER, Ladder, LadderConfig, Level, LevelChange, Rate, Signals, Thresholds
-from pagoda.engine.pressure_config import PressureConfig
+from pagoda.engine.pressure.config import PressureConfig
+from pagoda.engine.pressure.ladder import NEVER, Ladder, LadderConfig, Level, LevelChange, Rate, Signals, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
 

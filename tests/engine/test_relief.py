@@ -11,9 +11,9 @@ import pytest
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.engine.pressure import LadderConfig, Level, LevelChange, Signals
-from pagoda.engine.pressure_config import ClassLimits, PressureConfig
-from pagoda.engine.relief import PressureControl
+from pagoda.engine.pressure.config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.control import PressureControl
+from pagoda.engine.pressure.ladder import LadderConfig, Level, LevelChange, Signals
 from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.errors import Overloaded
 from pagoda.kv.hierarchy import WritePolicy
@@ -34,7 +34,7 @@ class Stuck:
         self.signals = Signals()
         self.core = core
         self.tokens: dict[str, list[int]] = {}
-        monkeypatch.setattr("pagoda.engine.relief.LOOK_EVERY_S", 0.0)
+        monkeypatch.setattr("pagoda.engine.pressure.control.LOOK_EVERY_S", 0.0)
         measure = core.pressure._measure
         monkeypatch.setattr(core.pressure, "_measure", lambda rss: (measure(rss), self.signals)[1])
 
@@ -245,7 +245,7 @@ def test_each_change_is_one_line_and_is_told_to_listeners(pressed: Any, caplog: 
     core, _, stuck = pressed()
     told: list[LevelChange] = []
     core.pressure.listeners.append(told.append)
-    with caplog.at_level(logging.WARNING, logger="pagoda.engine.relief"):
+    with caplog.at_level(logging.WARNING, logger="pagoda.engine.pressure.control"):
         stuck.to(2)
         stuck.to(0)
     assert [(change.before, change.after) for change in told] == [(0, 1), (1, 2), (2, 1), (1, 0)]

@@ -31,7 +31,7 @@ from pagoda.engine.outputs import (
     Usage,
 )
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import ContextTooLong, InvalidRequest, LeaseRefused, Overloaded, RequestAborted
 from pagoda.kv.keys import Scope
 

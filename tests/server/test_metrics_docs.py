@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.kv.breaker import BreakerState
 from pagoda.kv.tiers.records import Usage
 

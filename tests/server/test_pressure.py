@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from pagoda.cli import options
-from pagoda.engine.admission import Refusal
-from pagoda.engine.pressure import LadderConfig, Level, Signals, Thresholds
-from pagoda.engine.pressure_config import PressureConfig
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.admission import Refusal
+from pagoda.engine.pressure.config import PressureConfig
+from pagoda.engine.pressure.ladder import LadderConfig, Level, Signals, Thresholds
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import ConfigError, Overloaded
 from pagoda.server import app as server_app
 from pagoda.server.pressure import BodyBudget

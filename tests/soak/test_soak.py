@@ -19,8 +19,8 @@ from pagoda.engine import process_memory
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.engine.params import SamplingParams
-from pagoda.engine.pressure import Level
-from pagoda.engine.pressure_config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.config import ClassLimits, PressureConfig
+from pagoda.engine.pressure.ladder import Level
 from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier

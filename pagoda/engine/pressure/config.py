@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pagoda.engine.pressure import LadderConfig, Level, Rungs, Thresholds
+from pagoda.engine.pressure.ladder import LadderConfig, Level, Rungs, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
 from pagoda.kv.sizes import parse_size

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagoda.engine.admission import Refusal
-from pagoda.engine.pressure import Level, Signals
+from pagoda.engine.pressure.admission import Refusal
+from pagoda.engine.pressure.ladder import Level, Signals
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.engine.calibrate import sample_moments
 from pagoda.engine.runner import ModelRunner
+from pagoda.engine.sparse.calibrate import sample_moments
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.sizes import parse_size
 from pagoda.model.decoder import Decoder

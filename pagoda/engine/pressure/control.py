@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from pagoda.engine import process_memory
-from pagoda.engine.admission import Ask, Gate, Line
-from pagoda.engine.pressure import Ladder, Level, LevelChange, Rate, Signals
-from pagoda.engine.pressure_config import PressureConfig
-from pagoda.engine.pressure_report import PressureReport
+from pagoda.engine.pressure.admission import Ask, Gate, Line
+from pagoda.engine.pressure.config import PressureConfig
+from pagoda.engine.pressure.ladder import Ladder, Level, LevelChange, Rate, Signals
+from pagoda.engine.pressure.report import PressureReport
 from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Relief, Scheduler
 from pagoda.engine.tenants import ServiceClass

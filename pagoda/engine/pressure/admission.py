@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pagoda.engine.pressure import Level
-from pagoda.engine.pressure_config import PressureConfig
+from pagoda.engine.pressure.config import PressureConfig
+from pagoda.engine.pressure.ladder import Level
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import Overloaded
 from pagoda.kv.tenants import Tenants

@@ -1,0 +1,1 @@
+"""The pressure ladder at work: its levels (ladder), what each does (config, control), who may queue (admission)."""
