@@ -16,7 +16,7 @@ from benchmarks.peers.workloads import Workload
 
 Outcomes = Mapping[tuple[str, str], Outcome]
 UNITS = {"ttft_ms": "ms", "ttft_p99_ms": "ms", "stream_tok_s": "tok/s", "output_tok_s": "tok/s", "total_s": "s"}
-TTFT_LIMITS_MS = (500.0, 1000.0, 2000.0)
+TTFT_LIMITS_MS = (300.0, 500.0, 1000.0, 2000.0)
 
 
 def summary(workloads: Sequence[Workload], engines: Sequence[str], outcomes: Outcomes, ours: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.peers.messages import Request, Round
 
-RATES = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+RATES = (4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Sizes:
     open_prefix: int = 1024
     open_own: int = 128
     open_out: int = 64
-    open_requests: int = 40
+    open_seconds: float = 20.0
     rates: tuple[float, ...] = RATES
 
 
@@ -87,7 +87,7 @@ QUICK = Sizes(
     open_prefix=128,
     open_own=32,
     open_out=8,
-    open_requests=6,
+    open_seconds=2.0,
     rates=(1.0, 4.0),
 )
 
@@ -127,7 +127,7 @@ def workloads(tokens: Sequence[int], size: Sizes, replay: Sequence[Request] | No
             text = texts(f"g {rate}", i)
             prefix = text.cut(size.open_prefix)
             setup = [Request(prefix + text.cut(size.open_own), 1)]
-            times = text.arrivals(size.open_requests, rate)
+            times = text.arrivals(round(size.open_seconds * rate), rate)
             return Round([Request(prefix + text.cut(size.open_own), size.open_out, at=at) for at in times], setup)
 
         return make
