@@ -153,11 +153,22 @@ async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int, run: Run) -
 
 
 @asynccontextmanager
-async def replicas(args: argparse.Namespace, *, token: str) -> AsyncIterator[LocalReplicas]:
+async def replicas(args: argparse.Namespace, *, token: str, more: Sequence[str] = ()) -> AsyncIterator[LocalReplicas]:
     """Two cold replicas, with block events and token ids in them. Without a token others' routers may ask them."""
     events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-tokens"]
     memory = ["--kv-memory", args.kv_memory, "--max-model-len", str(args.context), "--log-level", "error"]
-    command = [sys.executable, "-m", "pagoda.cli", "serve", args.model, "--served-model-name", MODEL, *events, *memory]
+    command = [
+        sys.executable,
+        "-m",
+        "pagoda.cli",
+        "serve",
+        args.model,
+        "--served-model-name",
+        MODEL,
+        *events,
+        *memory,
+        *more,
+    ]
     fleet = LocalReplicas(2, command, token=token)
     task = asyncio.create_task(fleet.run())
     try:

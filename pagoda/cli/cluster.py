@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from pagoda.cli import options
+from pagoda.cli import listening, options
 from pagoda.cli.config import Config
-from pagoda.cli.route import Routing, RoutingOption
+from pagoda.cli.listening import Routing
 from pagoda.errors import ConfigError
 
 
 def cluster(
     model: options.Model = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: listening.Host = listening.LOOPBACK,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = listening.PORT,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas to begin with, and at least.")] = 1,
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="As many as pressure asks for, at most. [default: --replicas]")
@@ -25,7 +25,7 @@ def cluster(
     ray_address: Annotated[
         str | None, typer.Option(help="A running Ray cluster. [default: a new one, on loopback]")
     ] = None,
-    routing: RoutingOption = Routing.PREFIX_AWARE,
+    routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 64,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,23 +17,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2"
 _MEMORY = "Memory and batching"
-
-
-class LogLevel(StrEnum):
-    """What a server logs."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_size(param: typer.CallbackParam, size: str | None) -> str | None:

@@ -78,7 +78,8 @@ def ask(
             message = f"{wrong}: give --admin-key (PAGODA_ADMIN_KEY), or where it takes them --api-key (PAGODA_API_KEY)"
         raise RefusedError(message)
     if replica is None and (number := answer.headers.get(_REPLICA)) is not None:
-        print(f"replica {number} answered; --replica N asks another", file=sys.stderr)
+        who = f"replicas {number} together" if "," in number else f"replica {number}"
+        print(f"{who} answered; --replica N asks one", file=sys.stderr)
     return body
 
 

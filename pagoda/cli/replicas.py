@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from pagoda.cli.listening import LOOPBACK, address
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.cli.route import Routing
+    from pagoda.cli.listening import Routing
     from pagoda.cluster.publisher import Publisher
     from pagoda.engine.engine import Engine
 
@@ -52,7 +53,7 @@ def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     # The last of an option that comes twice counts.
-    own = ["--host", "127.0.0.1", "--replicas", "1"]
+    own = ["--host", LOOPBACK, "--replicas", "1"]
     if has_events():
         own += ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
     else:
@@ -60,6 +61,6 @@ def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level
     with bind(host, port) as sock:
         replicas = LocalReplicas(count, [sys.executable, "-m", "pagoda.cli", *sys.argv[1:], *own], token=token)
         router = Router(replicas.urls, RouterConfig(policy=str(routing), token=replicas.token))
-        url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        url = address(host, sock.getsockname()[1])
         console.print(f"{count} replicas behind {url}/v1 are starting; {url}/health tells when they are up")
         run_router(router, sock, log_level=log_level, replicas=replicas)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from pagoda.cli import listening
 from pagoda.cli.config import Config
-from pagoda.cli.options import LogLevel, is_loopback
+from pagoda.cli.listening import LogLevel, Routing
 
 if TYPE_CHECKING:
     import socket
@@ -19,42 +19,21 @@ if TYPE_CHECKING:
     from pagoda.cluster.local import LocalReplicas
     from pagoda.cluster.router import Router
 
-_ACCESS = "Access"
 _DRAIN_S = 10
-
-
-class Routing(StrEnum):
-    """How a replica is chosen."""
-
-    PREFIX_AWARE = "prefix-aware"
-    LEAST_LOAD = "least-load"
-    ROUND_ROBIN = "round-robin"
-
-
-RoutingOption = Annotated[Routing, typer.Option(help="How a replica is chosen.")]
-ClusterToken = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PAGODA_CLUSTER_TOKEN",
-        show_envvar=True,
-        help="What a router and its replicas prove to each other that they belong together with.",
-        rich_help_panel=_ACCESS,
-    ),
-]
 
 
 def route(
     backend: Annotated[list[str], typer.Option(metavar="URL", help="A server, http://HOST:PORT; repeatable.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    routing: RoutingOption = Routing.PREFIX_AWARE,
+    host: listening.Host = listening.LOOPBACK,
+    port: listening.Port = listening.PORT,
+    routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="PAGODA_API_KEY",
             show_envvar=True,
             help="Key that clients must send. [default: backends check their keys]",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=listening.ACCESS,
         ),
     ] = None,
     backend_key: Annotated[
@@ -63,14 +42,14 @@ def route(
             envvar="PAGODA_BACKEND_KEY",
             show_envvar=True,
             help="Key that backends get instead of the client's.",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=listening.ACCESS,
         ),
     ] = None,
-    cluster_token: ClusterToken = None,
+    cluster_token: listening.ClusterToken = None,
     max_body_mib: Annotated[float, typer.Option(help="Longer requests are refused.")] = 8.0,
     timeout: Annotated[float, typer.Option(help="Longest silence of a backend that is answering, in seconds.")] = 600.0,
     health_interval: Annotated[float, typer.Option(help="Seconds between two looks at a backend.")] = 1.0,
-    log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
+    log_level: listening.Logging = LogLevel.INFO,
     config: Config = None,
 ) -> None:
     """Route requests to the backend that can answer first: it has the prompt's prefix, or little to do."""
@@ -90,10 +69,10 @@ def route(
         ),
     )
     with bind(host, port) as sock:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        url = listening.address(host, sock.getsockname()[1])
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"Routing {url} to {len(backend)} backends, {routing}; figures at {url}/metrics")
-        if not is_loopback(host) and backend_key is not None and api_key is None:
+        if not listening.is_loopback(host) and backend_key is not None and api_key is None:
             console.print(f"[yellow]Anyone who can reach {host} may use the backends: set --api-key.[/]")
         run_router(router, sock, log_level=str(log_level))
 

@@ -14,11 +14,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from pagoda.cli import options
+from pagoda.cli import listening, options
 from pagoda.cli.config import Config
-from pagoda.cli.options import LogLevel, is_loopback
+from pagoda.cli.listening import LogLevel, Routing
 from pagoda.cli.replicas import publish_events, serve_replicas
-from pagoda.cli.route import ClusterToken, Routing, RoutingOption
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from pagoda.server.auth import ApiKeys
     from pagoda.server.tracing import Tracing
 
-_ACCESS = "Access"
 _CLUSTER = "Cluster"
 
 
@@ -40,8 +38,8 @@ class QueuePolicy(StrEnum):
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: listening.Host = listening.LOOPBACK,
+    port: listening.Port = listening.PORT,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name clients may use; repeatable. [default: the model's own]")
     ] = None,
@@ -54,7 +52,7 @@ def serve(
             help="Send a trace of each request to this OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces."
         ),
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = LogLevel.INFO,
+    log_level: listening.Logging = LogLevel.INFO,
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 64,
@@ -91,30 +89,25 @@ def serve(
             rich_help_panel="Memory and batching",
         ),
     ] = 0.5,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PAGODA_API_KEY", show_envvar=True, help="Key that clients must send.", rich_help_panel=_ACCESS
-        ),
-    ] = None,
+    api_key: listening.ApiKey = None,
     admin_key: Annotated[
         str | None,
         typer.Option(
             envvar="PAGODA_ADMIN_KEY",
             show_envvar=True,
             help="Key of the operator's routes: usage by tenant, pins, clearing the cache.",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=listening.ACCESS,
         ),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             help="Keys and their tenants: TOML, with shares and classes; or one 'KEY [TENANT]' a line.",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=listening.ACCESS,
         ),
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(help="What tokens cost, for `pagoda usage`: TOML.", rich_help_panel=_ACCESS)
+        Path | None, typer.Option(help="What tokens cost, for `pagoda usage`: TOML.", rich_help_panel=listening.ACCESS)
     ] = None,
     prefill_next_turn: Annotated[
         bool,
@@ -143,7 +136,9 @@ def serve(
     ] = False,
     usage_file: Annotated[
         Path | None,
-        typer.Option(help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=_ACCESS),
+        typer.Option(
+            help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=listening.ACCESS
+        ),
     ] = None,
     caches_file: Annotated[
         Path | None,
@@ -160,7 +155,7 @@ def serve(
         int,
         typer.Option(min=1, help="Engines in processes of their own, behind one address.", rich_help_panel=_CLUSTER),
     ] = 1,
-    routing: RoutingOption = Routing.PREFIX_AWARE,
+    routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -177,7 +172,7 @@ def serve(
         bool,
         typer.Option("--kv-events-tokens", help="Tell token ids in block events.", rich_help_panel=_CLUSTER),
     ] = False,
-    cluster_token: ClusterToken = None,
+    cluster_token: listening.ClusterToken = None,
     config: Config = None,
 ) -> None:
     """Serve MODEL over an HTTP API for OpenAI's and Anthropic's clients."""
@@ -306,7 +301,7 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
 
     cache = engine.cache_info()
     limit = engine.core.pressure.report.memory_limit
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = listening.address(host, port)
     lines = {
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
         "KV cache": f"{format_size(cache.bytes_total)}{'' if cache.kv_format == 'auto' else ' in ' + cache.kv_format}"
@@ -320,7 +315,7 @@ def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKey
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for label, text in lines.items():
         console.print(f"[bold]{label:<10}[/]{escape(text)}")
-    if keys is None and not is_loopback(host):
+    if keys is None and not listening.is_loopback(host):
         console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
     messages = [{"role": "user", "content": "What is a pagoda?"}]
     body = json.dumps({"model": name, "messages": messages, "temperature": 0.2, "max_tokens": 64})

@@ -84,7 +84,7 @@ class Publisher:
         return {"port": _port(self.endpoint), "replay_port": _port(self.replay_endpoint)}
 
     def emit(self, events: Sequence[BlockEvent]) -> None:
-        """Queue events; one thread may call it, and never waits."""
+        """Queue events, one call at a time. Never waits."""
         # What begins by forgetting everything needs nothing that is queued before it, and is never dropped itself.
         if isinstance(events[0], BlocksCleared):
             self._has_dropped = False

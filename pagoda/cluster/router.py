@@ -6,9 +6,10 @@
                                ^                                          │ it failed, and nothing was sent yet:
     Watch: /health, events ────┘                                          └ another replica
 
-It holds no state that is not rebuilt: replicas own caches, leases and stored responses. Headers that clients may send:
-`X-Session-Id` names a conversation, which then stays where it is; `X-Pagoda-Replica: N` asks for a replica by number,
-for what only one has. Every answer says in `X-Pagoda-Replica` who gave it.
+What only all of them can tell is asked of all (merge.py). The router holds no state that is not rebuilt: replicas
+own caches, leases and stored responses. Headers that clients may send: `X-Session-Id` names a conversation, which then
+stays where it is; `X-Pagoda-Replica: N` asks for a replica by number, for what only one has. Every answer says in
+`X-Pagoda-Replica` who gave it.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pagoda.cluster.fleet import Fleet
+from pagoda.cluster.gather import Gatherer
 from pagoda.cluster.index import FleetIndex
+from pagoda.cluster.merge import merge_for
 from pagoda.cluster.metrics import RouterMetrics
 from pagoda.cluster.placement import Placed, Placement
 from pagoda.cluster.prompts import Prompt, read_prompt
-from pagoda.cluster.relay import REPLICA_HEADER, Relayed, begin, error_body, request_headers
+from pagoda.cluster.relay import REPLICA_HEADER, Relayed, begin, error_body
 from pagoda.cluster.routing import make_routing
 from pagoda.cluster.watch import INTERVAL_S, Watch
 from pagoda.errors import ConfigError, NoReplica, RequestAborted
-from pagoda.server.block_names import HEADER as BLOCK_NAMES_HEADER
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import CLIENT_GONE, HttpError
-from pagoda.server.token import HEADER as TOKEN_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,6 @@ REFUSALS = frozenset((429, 503, 529))  # not now: another replica may have room
 SESSION_HEADER = "x-session-id"
 MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 4096
-MAX_NAMES = 1 << 20
-NAMES_TIMEOUT_S = 1.0
 READ_TIMEOUT_S = 600.0
 
 
@@ -105,26 +105,21 @@ class Router:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._urls = [_checked(url) for url in urls]
-        if not urls or len(set(self._urls)) != len(urls):
-            raise ConfigError("a router needs backends, each of them once")
         self._config = config
-        policy = make_routing(config.policy, len(urls))
-        self.placement = Placement(len(urls), policy, FleetIndex(len(urls)))
-        self.metrics = RouterMetrics(self.placement, self._urls)
-        timeout = httpx.Timeout(config.read_timeout_s, connect=2.0)
-        # Servers close idle connections after some seconds; one that closes as a request is sent looks like a fault.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
-        self._client = httpx.AsyncClient(
-            headers={TOKEN_HEADER: config.token} if config.token else {},
-            timeout=timeout,
-            limits=limits,
+        self._fleet = Fleet(
+            urls,
+            token=config.token,
+            backend_key=config.backend_key,
+            read_timeout_s=config.read_timeout_s,
             transport=transport,
-            trust_env=False,
         )
+        count, urls = len(self._fleet), self._fleet.urls
+        self.placement = Placement(count, make_routing(config.policy, count), FleetIndex(count))
+        self.metrics = RouterMetrics(self.placement, urls)
         self._watch = Watch(
-            self._urls, self._client, self.placement, token=config.token, interval_s=config.health_interval_s
+            urls, self._fleet.client, self.placement, token=config.token, interval_s=config.health_interval_s
         )
+        self._gatherer = Gatherer(self._fleet, self.placement, self._failed)
         self._num_in_flight = 0
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
         self.app = Starlette(
@@ -144,7 +139,7 @@ class Router:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            await self._client.aclose()
+            await self._fleet.close()
 
     async def _health(self, request: Request) -> Response:
         placement = self.placement
@@ -156,7 +151,7 @@ class Router:
                 "load_tokens": int(placement.load(number)),
                 "kv_events": number in tells,
             }
-            for number, url in enumerate(self._urls)
+            for number, url in enumerate(self._fleet.urls)
         ]
         is_up = any(replica["up"] for replica in replicas)
         status = "ok" if is_up else "no replica is up"
@@ -195,8 +190,11 @@ class Router:
             prompt = read_prompt(fields, who, request.headers.get(SESSION_HEADER))
         else:  # nothing to compute
             body, fields, prompt = await _any_body(request, self._config.max_body_bytes), {}, Prompt(0)
-        pinned = self._pinned(request, fields)
-        work = self._answer(request, body, prompt, pinned, is_anthropic)
+        pinned, merge = self._pinned(request, fields), merge_for(request.method, request.url.path)
+        if pinned is None and merge is not None:
+            work = self._gatherer.answer(request, body, merge)
+        else:
+            work = self._answer(request, body, prompt, pinned, is_anthropic)
         return await until_disconnect(request.receive, work)
 
     def _pinned(self, request: Request, fields: dict[str, Any]) -> int | None:
@@ -208,8 +206,8 @@ class Router:
         """
         number: int | None = None
         if (asked := request.headers.get(REPLICA_HEADER)) is not None:
-            if not (asked.isdecimal() and int(asked) < len(self._urls)):
-                message = f"{REPLICA_HEADER} must be below {len(self._urls)}, the number of replicas."
+            if not (asked.isdecimal() and int(asked) < len(self._fleet)):
+                message = f"{REPLICA_HEADER} must be below {len(self._fleet)}, the number of replicas."
                 raise HttpError(400, "invalid_value", message, param=REPLICA_HEADER)
             number = int(asked)
         else:
@@ -268,11 +266,10 @@ class Router:
     async def _ask(self, request: Request, body: bytes, placed: Placed, is_anthropic: bool) -> Response | None:
         """The answer of a replica that has begun; a plain one if it takes no requests now, None if it failed."""
         number = placed.replica
-        asked = self._request(request, number, body)
         answer: httpx.Response | None = None
         begun = False
         try:
-            answer = await self._client.send(asked, stream=True)
+            answer = await self._fleet.begin(number, request, body)
             pieces, first = await begin(answer)
             if answer.status_code in REFUSALS:
                 kept = {
@@ -281,8 +278,7 @@ class Router:
                 return Response(first, answer.status_code, kept)
             begun = True
         except httpx.HTTPError as error:
-            logger.warning("replica %d failed: %s", number, str(error) or type(error).__name__)
-            self._watch.suspect(number, refused=isinstance(error, httpx.ConnectError))
+            self._failed(number, error)
             return None
         finally:
             if not begun:
@@ -303,15 +299,9 @@ class Router:
 
         return Relayed(answer, pieces, first, replica=number, is_anthropic=is_anthropic, ended=ended)
 
-    def _request(self, request: Request, number: int, body: bytes, *, only_names: bool = False) -> httpx.Request:
-        instead = {BLOCK_NAMES_HEADER: "1" if only_names else "", TOKEN_HEADER: self._config.token or ""}
-        if self._config.backend_key is not None:
-            instead |= {"authorization": f"Bearer {self._config.backend_key}", "x-api-key": ""}
-        query = f"?{request.url.query}" if request.url.query else ""
-        url = self._urls[number] + request.url.path + query
-        headers = request_headers(request.headers, instead)
-        timeout = httpx.Timeout(NAMES_TIMEOUT_S) if only_names else httpx.USE_CLIENT_DEFAULT
-        return self._client.build_request(request.method, url, headers=headers, content=body, timeout=timeout)
+    def _failed(self, number: int, error: httpx.HTTPError) -> None:
+        logger.warning("replica %d failed: %s", number, str(error) or type(error).__name__)
+        self._watch.suspect(number, refused=isinstance(error, httpx.ConnectError))
 
     async def _with_blocks(self, request: Request, body: bytes, prompt: Prompt) -> Prompt:
         """The prompt with the names of its blocks, which a replica that tells events is asked for."""
@@ -320,24 +310,10 @@ class Router:
         if not telling or not prompt.chunks or self._config.policy != "prefix-aware":
             return prompt
         number = min(telling, key=placement.load)
-        asked = self._request(request, number, body, only_names=True)
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, IndexError):
-            answer = await self._client.send(asked)
-            if answer.is_success:
-                told = answer.json()
-                return prompt.with_blocks(*_blocks(told["prompts"][0]), _count(told["block_size"]))
+            return prompt.with_blocks(*await self._fleet.blocks(number, request, body))
         self.metrics.unnamed.inc()
         return prompt
-
-
-def _checked(url: str) -> str:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{url!r} is no address of a backend: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.path not in ("", "/"):
-        raise ConfigError(f"a backend is given as http://HOST:PORT, got {url!r}")
-    return url.rstrip("/")
 
 
 def _key(request: Request) -> str:
@@ -364,16 +340,3 @@ async def _any_body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise HttpError(413, "request_too_large", f"The request body is longer than {limit} bytes.")
     return bytes(body)
-
-
-def _blocks(told: dict[str, Any]) -> tuple[int, list[int]]:
-    names = told["block_names"]
-    if not isinstance(names, list) or len(names) > MAX_NAMES:
-        raise ValueError("block_names is no list")
-    return _count(told["num_tokens"]), [_count(name) for name in names]
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 64:
-        raise ValueError(f"{value!r} is no count")
-    return value

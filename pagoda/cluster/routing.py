@@ -84,6 +84,26 @@ class PrefixIndex:
             at = self._last(blocks, seen, at - 1)
         return depths
 
+    def depths_with(self, others: Sequence[PrefixIndex], blocks: Sequence[int]) -> npt.NDArray[np.int64]:
+        """For each replica, how many leading blocks it has here or in another index. O(blocks).
+
+        For indexes of tiers: those may lose a block in the midst of a prefix, which bisection would not see.
+        """
+        depths = np.zeros(self.num_replicas, dtype=np.int64)
+        indexes = [self._holders, *(other._holders for other in others)]
+        having = (1 << self.num_replicas) - 1
+        for at, block in enumerate(blocks):
+            there = 0
+            for holders in indexes:
+                there |= holders.get(block, 0)
+            if lost := having & ~there:
+                depths[self._as_array(lost)] = at
+                having &= there
+                if not having:
+                    return depths
+        depths[self._as_array(having)] = len(blocks)
+        return depths
+
     def _last(self, blocks: Sequence[int], besides: int, most: int) -> int:
         """How many leading blocks, at most `most`, some replica has that is not among `besides`."""
         low, holders = 0, self._holders

@@ -16,9 +16,8 @@ from typing import Annotated
 import msgspec
 
 from pagoda.errors import WireError
-from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
+from pagoda.kv.events import DEVICE, BlockEvent, BlockRemoved, BlocksCleared, BlockStored
 
-MEDIUM = "GPU"  # what readers call an engine's own pool, wherever it is
 MAX_MESSAGE_BYTES = 32 << 20
 END = (-1).to_bytes(8, "big", signed=True)  # in place of a sequence number: a replay is over
 
@@ -61,7 +60,7 @@ def encode(events: Sequence[BlockEvent]) -> bytes:
 
 
 def decode(payload: bytes) -> Iterator[BlockEvent]:
-    """The events in a payload. Those of other media than the engine's pool are left out.
+    """The events in a payload, of whatever media.
 
     Raises:
         WireError: it is not of the form.
@@ -74,12 +73,12 @@ def decode(payload: bytes) -> Iterator[BlockEvent]:
         match event:
             case _Cleared():
                 yield BlocksCleared()
-            case _Removed(medium=None | "GPU"):
-                yield BlockRemoved(tuple(map(_name, event.block_hashes)))
-            case _Stored(medium=None | "GPU"):
+            case _Removed():
+                yield BlockRemoved(tuple(map(_name, event.block_hashes)), event.medium or DEVICE)
+            case _Stored():
                 parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
                 names = tuple(map(_name, event.block_hashes))
-                yield BlockStored(names, parent, tuple(event.token_ids), event.block_size)
+                yield BlockStored(names, parent, tuple(event.token_ids), event.block_size, event.medium or DEVICE)
 
 
 def sequence_bytes(number: int) -> bytes:
@@ -101,9 +100,10 @@ def read_sequence(part: bytes) -> int:
 def _outgoing(event: BlockEvent) -> _Stored | _Removed | _Cleared:
     match event:
         case BlockStored():
-            return _Stored(list(event.names), event.parent, list(event.token_ids), event.block_size, medium=MEDIUM)
+            ids, medium = list(event.token_ids), event.medium
+            return _Stored(list(event.names), event.parent, ids, event.block_size, medium=medium)
         case BlockRemoved():
-            return _Removed(list(event.names), MEDIUM)
+            return _Removed(list(event.names), event.medium)
         case BlocksCleared():
             return _Cleared()
 

@@ -52,6 +52,7 @@ from pagoda.sparse.store import SparseMemory
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+_MEDIA = {"dram": "CPU", "disk": "DISK"}  # of tiers that one process has alone, as readers of block events call them
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +443,8 @@ def _cache(
     ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
     keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
-    return TieredCache(layout, pool, hierarchy, keys, policy, shares, lossy)
+    media = ["" if tier.is_lossy else _MEDIA.get(spec.kind, "") for spec, (tier, _) in zip(specs, opened, strict=True)]
+    return TieredCache(layout, pool, hierarchy, keys, policy, shares, lossy, media)
 
 
 def _coded(tier: Tier, codec: BlockCodec | None, layout: KVLayout) -> Tier:

@@ -6,13 +6,16 @@
 
 A block's name is the first 64 bits of its BlockKey under a secret: it stands for the scope and all tokens up to the
 block's end, and tells who lacks the secret nothing. Token ids go out only if asked for. Of several layer groups, the
-one that keeps most of a hit stands for all. Blocks that lower tiers keep are not told of, nor partial tails.
+one that keeps most of a hit stands for all. Partial tails are not told of. What lower tiers keep is told by TierEvents,
+through the same door.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,24 +26,30 @@ from pagoda.kv.lineage import Lineages
 from pagoda.kv.radix_node import TokenArray
 
 NAME_BYTES = 8
+DEVICE = "GPU"  # what readers call an engine's own pool, wherever it is
 _RUN_BLOCKS = 1024  # of one event, when all is told
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that follow one another, the first after `parent`; `token_ids` of all, or none if they are not told."""
+    """Blocks that follow one another, the first after `parent`; `token_ids` of all, or none if they are not told.
+
+    `medium` is where they are: the pool, or a tier.
+    """
 
     names: tuple[int, ...]
     parent: int | None
     token_ids: tuple[int, ...]
     block_size: int
+    medium: str = DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that are gone."""
+    """Blocks that are gone from a medium."""
 
     names: tuple[int, ...]
+    medium: str = DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,18 @@ class BlocksCleared:
 BlockEvent = BlockStored | BlockRemoved | BlocksCleared
 
 
+class Below(Protocol):
+    """Who tells of lower tiers."""
+
+    def all(self) -> Sequence[BlockEvent]:
+        """Everything that tiers are known to have now."""
+        ...
+
+    def forget(self) -> None:
+        """All names are of no use any more: another model computes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Named:
     key: BlockKey
@@ -59,15 +80,18 @@ class _Named:
 
 
 class BlockEvents:
-    """Names the blocks of a tree and tells of them. The engine's thread owns it; any thread may call `names`.
+    """Names the blocks of a tree and tells of them. The engine's thread owns it; any may call `names` and `tell`.
 
     Args:
         keys: names under this model and secret.
         block_size: tokens per block.
         group: the layer group whose blocks are told of.
         lineages: the tree's.
-        emit: takes events in order, on the engine's thread: it must not wait.
+        emit: takes events in order, one call at a time: it must not wait.
         with_tokens: whether events have token ids.
+
+    Attributes:
+        below: tells of lower tiers, where there are any to tell of.
     """
 
     def __init__(
@@ -84,7 +108,9 @@ class BlockEvents:
         self._block_size = block_size
         self._group = group
         self._lineages = lineages
+        self.below: Below | None = None
         self._emit = emit
+        self._lock = threading.Lock()
         self._with_tokens = with_tokens
         self._told: dict[int, _Named] = {}  # blocks of the group; parents before what follows them
         self._others: dict[int, BlockKey] = {}  # blocks of the other groups
@@ -126,7 +152,17 @@ class BlockEvents:
         if names:
             runs.append(self._stored(names, first_parent, tokens[first * size : whole * size]))
         if runs:
-            self._emit(runs)
+            self.tell(runs)
+
+    def tell(self, events: Sequence[BlockEvent]) -> None:
+        """Emit events, whichever thread has some."""
+        with self._lock:
+            self._emit(events)
+
+    def stored(self, block: int) -> BlockStored | None:
+        """What was told of a block of the tree; None if nothing was, as of another group's."""
+        named = self._told.get(block)
+        return None if named is None else self._run([named])
 
     def _stored(self, names: Sequence[int], parent: int | None, tokens: TokenArray) -> BlockStored:
         ids = tuple(tokens.tolist()) if self._with_tokens else ()
@@ -145,16 +181,20 @@ class BlockEvents:
             else:
                 self._others.pop(block, None)
         if names:
-            self._emit([BlockRemoved(tuple(names))])
+            self.tell([BlockRemoved(tuple(names))])
 
     def renew(self, fingerprint: bytes) -> None:
         """Another model computes from now on, and the tree is empty."""
         self._keys = self._keys.for_model(fingerprint)
-        self._emit([BlocksCleared()])
+        if self.below is not None:
+            self.below.forget()
+        self.tell([BlocksCleared()])
 
     def tell_all(self) -> None:
         """Tell of everything anew, after a `BlocksCleared`. O(blocks)."""
-        self._emit([BlocksCleared(), *self._runs()])
+        with self._lock:  # what tiers tell meanwhile comes after it, and not between
+            below = () if self.below is None else self.below.all()
+            self._emit([BlocksCleared(), *self._runs(), *below])
 
     def _runs(self) -> Iterator[BlockStored]:
         """All blocks, as runs."""

@@ -11,7 +11,7 @@ the lease that computes or restores it (`PendingPrefix`). A restore ends with it
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, Hit, KVCache
 from pagoda.kv.compaction import Move
+from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import BlockKey, KeyChain, Scope
@@ -30,6 +31,7 @@ from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import ABSENT, TokenArray
 from pagoda.kv.restore import Restore
 from pagoda.kv.tenants import Share
+from pagoda.kv.tier_events import TierEvents
 from pagoda.kv.tiers.records import NO_LEASE, RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
@@ -54,6 +56,7 @@ class TieredCache(KVCache):
         hierarchy: the tiers; closed with this cache.
         keys: names of blocks outside the device, for this model and secret.
         lossy: whether requests that do not say so take blocks from tiers that store them with loss.
+        media: what block events call each tier, in the hierarchy's order; those called nothing are not told of.
     """
 
     def __init__(
@@ -65,9 +68,12 @@ class TieredCache(KVCache):
         policy: EvictionPolicy | None = None,
         shares: Mapping[str, Share] = MappingProxyType({}),
         lossy: bool = False,
+        media: Sequence[str] = (),
     ) -> None:
         super().__init__(layout, pool, policy, shares=shares)
         self._lossy = lossy
+        self._media = {lane: medium for lane, medium in zip(hierarchy.lanes, media, strict=False) if medium}
+        self._tier_events: TierEvents | None = None
         self.hierarchy = hierarchy
         self._io = pool
         self._keys = keys
@@ -77,6 +83,17 @@ class TieredCache(KVCache):
         self._private: set[int] = set()  # blocks that may not be written to tiers
         self._purged: set[BlockKey] = set()  # what tiers may have until their queues are empty
         self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
+
+    def tell(self, keys: KeyChain, emit: Callable[[Sequence[BlockEvent]], None], *, with_tokens: bool = False) -> None:
+        """See Books. What this process's own tiers have is told too."""
+        super().tell(keys, emit, with_tokens=with_tokens)
+        if self._media and self.events is not None:
+            self.events.below = self._tier_events = TierEvents(self._media, self.events.tell)
+
+    def _expect_in_tiers(self, named: Sequence[tuple[int, RecordId]]) -> None:
+        if self._tier_events is not None and self.events is not None:
+            told = [(record, stored) for block, record in named if (stored := self.events.stored(block)) is not None]
+            self._tier_events.expect(told)
 
     def restore(self, lease: Lease, seconds_per_token: float) -> None:
         """See KVCache. The lease must be new."""
@@ -207,6 +224,7 @@ class TieredCache(KVCache):
         self.hierarchy.used([record for _, record in new])
         if self._source is not None:
             self._came_from.update((block, self._source) for block, _ in new)
+            self._expect_in_tiers(new)
         if not lease.tier_use.store and self._source is None:
             self._private.update(block for block, _ in new)
         else:
@@ -288,6 +306,7 @@ class TieredCache(KVCache):
         for payload, (block, _) in zip(payloads, named, strict=True):
             self._io.export_block(block, payload)
         self.hierarchy.write(policy, [record for _, record in named], payloads, above)
+        self._expect_in_tiers(named)
 
     def renew(self, fingerprint: bytes) -> None:
         """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""
@@ -296,4 +315,6 @@ class TieredCache(KVCache):
 
     def close(self) -> None:
         """Write what is queued and close the tiers."""
+        if self._tier_events is not None:
+            self._tier_events.close()
         self.hierarchy.close()

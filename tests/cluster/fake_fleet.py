@@ -24,6 +24,7 @@ class FakeServer:
     health: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
     health_status: int = 200
     block_names: list[int] | None = None
+    answers: dict[str, Any] = field(default_factory=dict)  # JSON by path, in place of its name
     requests: list[httpx.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     num_closed: int = 0
@@ -45,6 +46,8 @@ class FakeServer:
             said = json.dumps({"error": {"message": f"{self.name} says no"}}).encode()
             headers = {"content-type": "application/json"}
             return httpx.Response(self.status, headers=headers, stream=httpx.ByteStream(said))
+        if request.url.path in self.answers:
+            return httpx.Response(200, stream=httpx.ByteStream(json.dumps(self.answers[request.url.path]).encode()))
         kind = "text/event-stream" if isinstance(fields, dict) and fields.get("stream") else "application/json"
         return httpx.Response(200, headers={"content-type": kind, "x-request-id": f"{self.name}-1"}, stream=_Body(self))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.cluster.index import FleetIndex
+from pagoda.cluster.index import WORTH, FleetIndex
 from pagoda.cluster.placement import AFFINITY_TOKENS, Placement
 from pagoda.cluster.prompts import CHUNK_TOKENS, Prompt
 from pagoda.cluster.routing import make_routing
@@ -27,8 +27,8 @@ def blocks(*names: int) -> Prompt:
     return Prompt(len(names) * BLOCK + 1, (1, 2, 3), names, BLOCK)
 
 
-def stored(*names: int) -> BlockStored:
-    return BlockStored(names, None, (), BLOCK)
+def stored(*names: int, medium: str = "GPU") -> BlockStored:
+    return BlockStored(names, None, (), BLOCK, medium)
 
 
 def finished(placement: Placement, prompt: Prompt) -> int:
@@ -87,6 +87,28 @@ def test_blocks_that_were_told_beat_what_was_sent() -> None:
     assert placement.index.known(blocks(10, 11, 12, 13)).tolist() == [0, BLOCK]
     placement.index.apply(1, BlocksCleared())
     assert placement.index.known(blocks(10, 11, 12, 13)).tolist() == [0, 0]
+
+
+def test_what_a_tier_has_counts_in_part() -> None:
+    placement = fleet(4)
+    index, prompt = placement.index, blocks(*range(10, 20))
+    for replica in range(4):
+        index.apply(replica, BlocksCleared())
+    index.apply(0, stored(10, 11))
+    index.apply(1, stored(*range(10, 14), medium="CPU"))
+    index.apply(2, stored(10, 11))
+    index.apply(2, stored(12, 13, medium="CPU"))
+    index.apply(2, stored(14, 15, medium="DISK"))
+    index.apply(3, stored(*range(10, 20), medium="FAR AWAY"))
+    worth = [2 * 1.0, 4 * WORTH["CPU"], 2 + 2 * WORTH["CPU"] + 2 * WORTH["DISK"], 0]
+    assert index.known(prompt).tolist() == [round(each * BLOCK) for each in worth]
+    assert placement.pick(prompt) == 2
+    index.apply(2, BlockRemoved((12, 13), "CPU"))  # a hit does not go on behind a gap
+    assert index.known(prompt)[2] == 2 * BLOCK
+    index.apply(1, BlockRemoved((13,)))  # it is not in the pool: that says nothing of the tier
+    assert index.known(prompt)[1] == round(4 * WORTH["CPU"] * BLOCK)
+    index.apply(1, BlocksCleared())
+    assert not index.known(prompt)[1]
 
 
 def test_a_prompt_on_its_way_counts_until_it_is_over() -> None:

@@ -12,6 +12,7 @@ from pagoda.errors import WireError
 from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
 
 NAMES = st.lists(st.integers(0, (1 << 64) - 1), max_size=5).map(tuple)
+MEDIA = st.sampled_from(["GPU", "CPU", "DISK"])
 EVENTS = st.one_of(
     st.builds(
         BlockStored,
@@ -19,8 +20,9 @@ EVENTS = st.one_of(
         parent=st.none() | st.integers(0, (1 << 64) - 1),
         token_ids=st.lists(st.integers(0, 1 << 31), max_size=5).map(tuple),
         block_size=st.integers(1, 512),
+        medium=MEDIA,
     ),
-    st.builds(BlockRemoved, names=NAMES),
+    st.builds(BlockRemoved, names=NAMES, medium=MEDIA),
     st.just(BlocksCleared()),
 )
 
@@ -52,7 +54,7 @@ def test_the_form_is_vllms() -> None:
     ]
 
 
-def test_others_may_say_more_or_hash_longer_and_other_media_are_left_out() -> None:
+def test_others_may_say_more_or_less_or_hash_longer() -> None:
     stored = {
         "type": "BlockStored",
         "block_hashes": [b"\1" * 32],
@@ -66,8 +68,13 @@ def test_others_may_say_more_or_hash_longer_and_other_media_are_left_out() -> No
         "group_idx": 0,
     }
     elsewhere = {"type": "BlockRemoved", "block_hashes": [4], "medium": "CPU"}
-    payload = msgspec.msgpack.encode([1.0, [stored, elsewhere]])
-    assert list(decode(payload)) == [BlockStored((0x0101010101010101,), None, (1,), 1)]
+    unsaid = {"type": "BlockRemoved", "block_hashes": [5]}
+    payload = msgspec.msgpack.encode([1.0, [stored, elsewhere, unsaid]])
+    assert list(decode(payload)) == [
+        BlockStored((0x0101010101010101,), None, (1,), 1),
+        BlockRemoved((4,), "CPU"),
+        BlockRemoved((5,), "GPU"),
+    ]
 
 
 @pytest.mark.parametrize(

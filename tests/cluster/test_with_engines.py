@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
+from pagoda.cli.top import Reading, screen
 from pagoda.cluster.publisher import Publisher
 from pagoda.cluster.router import Router, RouterConfig
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.engine.prefill_speed import PrefillSpeed
+from pagoda.kv import tier_events
 from tests.model import models, tokenizers_made_here
 from tests.server.conftest import Live, run_server
 
@@ -84,8 +88,8 @@ async def cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
 
 def blocks_of(router: Router, replica: int) -> int:
     """How many blocks a router believes a replica to have."""
-    holders = router.placement.index._events._holders.values()
-    return sum(each >> replica & 1 for each in holders)
+    media = router.placement.index._events.values()
+    return sum(each >> replica & 1 for index in media for each in index._holders.values())
 
 
 def text(seed: str, length: int = 400) -> str:
@@ -138,12 +142,18 @@ async def test_a_death_in_the_middle_loses_no_request(folder: Path) -> None:
         await fleet.until(lambda: not fleet.router.placement.is_up(first) and not blocks_of(fleet.router, first))
 
 
+@pytest.mark.parametrize("tier", ["shm:{folder}/shared:8MiB", "file://{folder}/objects"])
 async def test_what_one_computed_another_restores_from_their_shared_tier(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
+    if tier.startswith("file"):
+        pytest.importorskip("obstore")
     # A model as tiny as this one computes faster than it restores: let the engines believe that it is slow.
     monkeypatch.setattr(PrefillSpeed, "seconds_per_token", lambda self, start, stop: 100.0)
-    async with cluster(folder, tiers=[f"shm:{tmp_path / 'shared'}:8MiB"], secret="shared") as fleet:
+    async with cluster(folder, tiers=[tier.format(folder=tmp_path)], secret="shared") as fleet:
+        for engine in fleet.engines:
+            [lane] = engine.core.cache.hierarchy.lanes  # type: ignore[attr-defined]
+            lane.tier._refresh_s = 0.0  # an object store is listed every few seconds
         answers = []
         for number in "0", "1":
             body = {"messages": [{"role": "user", "content": text("alice")}], "max_tokens": 8, "temperature": 0}
@@ -156,3 +166,39 @@ async def test_what_one_computed_another_restores_from_their_shared_tier(
         assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
         assert warm["choices"][0]["message"]["content"] == cold["choices"][0]["message"]["content"]
         assert fleet.engines[1].core.cache.stats.num_restored_tokens > 100
+
+
+async def test_what_left_the_pool_for_a_tier_is_still_known_to_be_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_events, "LOOK_EVERY_S", 0.05)
+    async with cluster(folder, tiers=["dram:8MiB"]) as fleet:
+        first, _, _ = await fleet.ask(text("alice"))
+        index = fleet.router.placement.index
+        await fleet.until(lambda: blocks_of(fleet.router, first) > 5)
+        await fleet.replicas[first].backend.manage(lambda cache: cache.clear())
+        await fleet.until(lambda: not len(index._events["GPU"]) and len(index._events["CPU"]) > 5)
+        again, _, _ = await fleet.ask(text("alice"))
+        assert again == first
+
+
+async def test_what_is_asked_of_all_is_the_sum_of_all(folder: Path) -> None:
+    async with cluster(folder) as fleet:
+        for number in range(2):
+            body = {"messages": [{"role": "user", "content": text(f"user {number}")}], "max_tokens": 4}
+            answer = await fleet.http.post("/v1/chat/completions", json=body, headers={"x-pagoda-replica": str(number)})
+            assert answer.status_code == 200
+        alone = [(await fleet.http.get("/v1/usage", headers={"x-pagoda-replica": n})).json() for n in ("0", "1")]
+        both = (await fleet.http.get("/v1/usage")).json()
+        assert both["total"]["requests"] == 2
+        assert both["total"]["prompt_tokens"] == sum(each["total"]["prompt_tokens"] for each in alone)
+        look = (await fleet.http.get("/v1/kv/overview")).json()
+        assert look["pool"]["total"] == sum(engine.core.cache.num_blocks for engine in fleet.engines)
+        assert look["requests"]["finished"] == 2
+        assert {run["replica"] for run in look["tree"]} == {0, 1}
+        console = Console(file=io.StringIO(), width=140)
+        console.print(screen(Reading(0.0, look), Reading(1.0, look)))  # what `pagoda top` makes of it
+        tree = (await fleet.http.get("/v1/kv/tree")).json()
+        assert {run["replica"] for run in tree["data"]} == {0, 1}
+        leases = (await fleet.http.get("/v1/kv/leases")).json()
+        assert leases["data"] == []
