@@ -98,13 +98,14 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "pool": ("layout",),
     "staging": ("layout", "pool"),
     "formats": ("layout",),
-    "tiers": ("formats", "keys", "layout", "sizes"),
+    "tiers": ("formats", "keys", "layout", "sizes", "tenants"),
     "speed": (),
     "breaker": (),
     "transfer": ("breaker", "keys", "layout", "speed", *TIER_PROTOCOL),
     "fetch": ("transfer", *TIER_PROTOCOL),
     "frequency": (),
-    "hierarchy": ("fetch", "frequency", "keys", "layout", "transfer", *TIER_PROTOCOL),
+    "write_queue": ("keys", "transfer", *TIER_PROTOCOL),
+    "hierarchy": ("fetch", "frequency", "keys", "layout", "transfer", "write_queue", *TIER_PROTOCOL),
     "restore": ("fetch", "lease", "radix_node", "transfer"),
     "observe": ("lease", *LEAVES),
     "view": LEAVES,
@@ -126,6 +127,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
         "restore",
         "tier_events",
         "transfer",
+        "write_queue",
         *LEAVES,
         *TIER_PROTOCOL,
     ),
@@ -201,7 +203,7 @@ def is_shared_by_tiers(name: str) -> bool:
     """Whether a module of kv.tiers is what tiers are built from, and not a tier: it defines no class named *Tier."""
     tree = ast.parse(MODULES["pagoda.kv." + name].read_text())
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return name == "tiers.base" or not any(n.endswith("Tier") for n in names)
+    return name in ("tiers.base", "tiers.wrapped") or not any(n.endswith("Tier") for n in names)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -136,7 +136,8 @@ def purge(
 ) -> None:
     """Forget a tenant's cache, what begins with a prefix, or what a request left; pinned and leased or not.
 
-    Of a whole tenant, what the pool has is deleted from tiers too; what only a tier has stays: see pagoda tier purge.
+    Of a whole tenant, all that tiers have goes too. Tiers that did not do it within 10 s are named, and status is 1: the
+    server goes on to try while it runs.
     """
     body: dict[str, Any] = {"request_id": request} if request is not None else {"tenant": tenant}
     what = f"request {request}" if request is not None else f"tenant {tenant!r}"
@@ -151,6 +152,12 @@ def purge(
     if as_json:
         return print_json(answer)
     print(f"{answer['purged_blocks']:,} blocks purged")
+    late = [tier["tier"] for tier in answer.get("tiers", ()) if tier["purged_records"] is None]
+    for tier in answer.get("tiers", ()):
+        if tier["purged_records"] is not None:
+            print(f"{tier['tier']}: {tier['purged_records']:,} records purged")
+    if late:
+        raise RefusedError(f"not yet purged from: {', '.join(late)}. Purge again once they answer.")
 
 
 @app.command()

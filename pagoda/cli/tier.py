@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import statistics
@@ -94,11 +95,21 @@ def verify(spec: Spec, key: Key = None) -> None:
 def purge(
     spec: Spec,
     key: Key = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    secret: Annotated[str, typer.Option(envvar="PAGODA_SECRET", help="The servers' --secret, to know the tenant's.")] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete every record of SPEC, leased ones too. Only cached KV is lost: it will be computed again."""
+    """Delete every record of SPEC, or of a tenant, leased ones too. Only cached KV is lost: it will be computed again."""
+    from pagoda.kv.keys import KEY_BYTES, KeyChain
     from pagoda.kv.tiers.records import Deleted
 
+    if tenant is not None:
+        if not yes and not typer.confirm(f"Delete all records of tenant {tenant!r} from {spec}?"):
+            raise typer.Exit(1)
+        owner = KeyChain(bytes(KEY_BYTES), hashlib.sha256(secret.encode()).digest()).owner(tenant)
+        with _opened(spec, key) as tier:
+            print(f"{tier.purge(owner):,} records deleted")
+        return
     with _opened(spec, key) as tier:
         infos = list(tier.scan())
         size = format_size(sum(info.num_bytes for info in infos))

@@ -15,7 +15,9 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray, as_tokens
 from pagoda.kv.retention import Retained
+from pagoda.kv.tiered import TieredCache
 from pagoda.kv.view import PrefixView as PrefixView
+from pagoda.kv.write_queue import Purge as Purge
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class TenantUsage:
         num_cached_blocks: in the tree alone; they may be evicted.
         num_guaranteed_blocks: that nobody else can take from it.
         num_evicted_blocks: that it lost to make room; this and the tokens are counted since the start.
+        tier_bytes: what it has in each tier, as the tier said lately.
     """
 
     tenant: str
@@ -55,6 +58,7 @@ class TenantUsage:
     num_computed_tokens: int
     num_restored_tokens: int
     num_evicted_blocks: int
+    tier_bytes: dict[str, int]
 
 
 class CacheAdmin:
@@ -72,6 +76,7 @@ class CacheAdmin:
         """Every tenant's, by name. O(blocks)."""
         in_tree, leased = self._cache.blocks_by_namespace(), self._cache.retention.usage
         tenants = self._cache.tenants
+        in_tiers = self._cache.bytes_by_tier() if isinstance(self._cache, TieredCache) else {}
         return [
             TenantUsage(
                 tenant.name,
@@ -84,6 +89,7 @@ class CacheAdmin:
                 tenant.num_computed_tokens,
                 tenant.num_restored_tokens,
                 tenant.num_evicted_blocks,
+                in_tiers.get(tenant.name, {}),
             )
             for tenant in sorted(tenants.all(), key=lambda tenant: tenant.name)
         ]
@@ -166,13 +172,18 @@ class CacheAdmin:
     def _named(self, tenant: str, name: str) -> list[Retained]:
         return [lease for lease in self._cache.retention.leases if (lease.owner, lease.name) == (tenant, name)]
 
-    def purge_tenant(self, tenant: str) -> int:
-        """Forget all of a tenant, leased or in use or not; returns how many blocks that took from the tree."""
+    def purge_tenant(self, tenant: str) -> tuple[int, Purge | None]:
+        """Forget all of a tenant, leased or in use or not, in tiers too.
+
+        Returns:
+            How many blocks that took from the tree; how far tiers are, None where there are none.
+        """
         self._history.forget_tenant(tenant)
-        return self._cache.purge(tenant)
+        count = self._cache.purge(tenant)
+        return count, self._cache.purge_below(tenant) if isinstance(self._cache, TieredCache) else None
 
     def purge_prefix(self, tokens: Sequence[int] | TokenArray, scope: Scope) -> int:
-        """Forget what begins with a prefix, and what only led there; returns as `purge_tenant`."""
+        """Forget what begins with a prefix, and what only led there; returns how many blocks that took from the tree."""
         prefix = as_tokens(tokens)
         self._history.forget_prefix(prefix, scope)
         return self._cache.purge(scope, prefix)
@@ -182,7 +193,7 @@ class CacheAdmin:
         return self._history.ids(start)
 
     def purge_request(self, request_id: str) -> int | None:
-        """Forget what begins with a recent request's prompt; returns as `purge_tenant`, None if it is not known."""
+        """Forget what begins with a recent request's prompt; returns as `purge_prefix`, None if it is not known."""
         past = self._history.find(request_id)
         return None if past is None else self.purge_prefix(past.prompt, past.scope)
 

@@ -436,13 +436,14 @@ def _cache(
     policies = [_write_policy(spec) for spec in specs]
     codecs = [make_codec(spec.codec, layout) if spec.codec else None for spec in specs]
     key = None if tier_key is None else load_key(tier_key)
+    keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
+    of_tiers = {keys.owner(name): share for name, share in shares.items()}
     # Memory of this process is not sealed: its KV lies open beside it in the pool.
     opened = [
-        (_coded(open_tier(spec, key=None if spec.kind == "dram" else key), codec, layout), policy)
+        (_coded(open_tier(spec, key=None if spec.kind == "dram" else key, shares=of_tiers), codec, layout), policy)
         for spec, codec, policy in zip(specs, codecs, policies, strict=True)
     ]
     hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
-    keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
     media = ["" if tier.is_lossy else _MEDIA.get(spec.kind, "") for spec, (tier, _) in zip(specs, opened, strict=True)]
     return TieredCache(layout, pool, hierarchy, keys, policy, shares, lossy, media)
 

@@ -58,6 +58,11 @@ class Allocator:
         """Blocks of a label that only the tree has."""
         return int(self._cached_by[label]) if self._num_labels > 1 else self._num_cached
 
+    def labels(self, ids: BlockIds) -> list[int]:
+        """The label of each block, whether it is used or not."""
+        labels: list[int] = self._label[ids.astype(np.intp)].tolist()
+        return labels
+
     def count_by_label(self, ids: BlockIds) -> npt.NDArray[np.int64]:
         """How many of the blocks have each label, int64 `[labels]`."""
         if self._num_labels < 2:

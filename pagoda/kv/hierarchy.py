@@ -11,25 +11,21 @@ pool memory, so a hung tier can hold a staging buffer but never a block. And no 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
-from pagoda.errors import TierUnavailable
 from pagoda.kv.fetch import Fetcher
 from pagoda.kv.frequency import FrequencySketch
+from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, RecordId
+from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.transfer import ByteRows, Lane, TierReport
+from pagoda.kv.write_queue import Delete, Purge, SetLease, Writer
 
 logger = logging.getLogger(__name__)
-
-_QUEUE_BYTES = 256 << 20
-_ATTEMPTS = 3
 
 
 class WritePolicy(StrEnum):
@@ -65,9 +61,9 @@ class Hierarchy:
         self._uses = FrequencySketch()
         names = _distinct(tier.name for tier, _ in tiers)
         self.lanes = [Lane(tier, name=name, timeout_s=timeout_s) for (tier, _), name in zip(tiers, names, strict=True)]
-        self._writers: dict[WritePolicy, list[_Writer]] = {policy: [] for policy in WritePolicy}
+        self._writers: dict[WritePolicy, list[Writer]] = {policy: [] for policy in WritePolicy}
         for lane, (_, policy) in zip(self.lanes, tiers, strict=True):
-            self._writers[policy].append(_Writer(lane, "demoted" if policy is WritePolicy.BACK else "stored"))
+            self._writers[policy].append(Writer(lane, "demoted" if policy is WritePolicy.BACK else "stored"))
         self.fetcher = Fetcher(self.lanes, block_bytes, num_groups, self.arrived)
 
     @property
@@ -103,17 +99,23 @@ class Hierarchy:
         return room
 
     def write(
-        self, policy: WritePolicy, ids: Sequence[RecordId], payloads: ByteRows, above: Lane | None = None
+        self,
+        policy: WritePolicy,
+        ids: Sequence[RecordId],
+        payloads: ByteRows,
+        owners: Sequence[OwnerTag],
+        above: Lane | None = None,
     ) -> None:
         """Queue records for the tiers written by this policy. The payloads are kept.
 
         A tier whose queue is full is skipped, and counts that: it is slower than the engine, or out.
 
         Args:
+            owners: whose each record is.
             above: where the records come from: only faster tiers than that get them. None: all.
         """
         for writer in self._writers_of(policy, above):
-            writer.offer(ids, payloads)
+            writer.offer(ids, payloads, owners)
 
     def lease(self, ids: Sequence[RecordId], until: float) -> None:
         """Let every tier that has one of the records keep it until that Unix time, whatever else wants its room.
@@ -121,12 +123,19 @@ class Hierarchy:
         That is queued behind what was written before; a record that a tier has not is passed over.
         """
         for writer in self._all_writers:
-            writer.put(_Job(ids, None, until))
+            writer.put(SetLease(ids, until))
 
     def delete(self, ids: Sequence[RecordId]) -> None:
         """Let every tier delete records, behind what was queued before. Until then `is_idle` is false."""
         for writer in self._all_writers:
-            writer.put(_Job(ids, None, None))
+            writer.put(Delete(ids))
+
+    def purge(self, owner: OwnerTag) -> Purge:
+        """Let every tier delete all records of an owner, behind what was queued before; returns how far that is."""
+        purge = Purge(owner, set(self.lanes))
+        for writer in self._all_writers:
+            writer.put(purge)
+        return purge
 
     @property
     def is_idle(self) -> bool:
@@ -134,10 +143,10 @@ class Hierarchy:
         return all(writer.is_idle for writer in self._all_writers)
 
     @property
-    def _all_writers(self) -> list[_Writer]:
+    def _all_writers(self) -> list[Writer]:
         return [writer for same_policy in self._writers.values() for writer in same_policy]
 
-    def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[_Writer]:
+    def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[Writer]:
         lanes = self.lanes if above is None else self.lanes[: self.lanes.index(above)]
         return [writer for writer in self._writers[policy] if writer.lane in lanes]
 
@@ -163,100 +172,6 @@ class Hierarchy:
         self.fetcher.close()
         for lane in self.lanes:
             lane.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Records to write; or, without payloads, those that are leased until then, or deleted."""
-
-    ids: Sequence[RecordId]
-    payloads: ByteRows | None
-    lease_until: float | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """What it takes in a queue."""
-        return len(self.ids) * RECORD_ID_BYTES if self.payloads is None else self.payloads.nbytes
-
-
-class _Writer:
-    """The bounded write queue of a lane, and the thread that empties it.
-
-    While the tier is out, what is queued waits for it. What fails is tried again, three times in all.
-    """
-
-    def __init__(self, lane: Lane, counted_as: str) -> None:
-        self.lane = lane
-        self._counted_as = counted_as
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._queued_bytes = 0
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
-        threading.Thread(target=self._run, name=f"pagoda-writer-{lane.name}", daemon=True).start()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the queue is empty."""
-        return not self._queued_bytes
-
-    @property
-    def num_free_bytes(self) -> int:
-        """What the queue has room for."""
-        return max(0, _QUEUE_BYTES - self._queued_bytes)
-
-    def offer(self, ids: Sequence[RecordId], payloads: ByteRows) -> None:
-        """Queue as many of the records, from the first on, as there is room for."""
-        room = min(len(ids), self.num_free_bytes // payloads.shape[1])
-        self.lane.tally.add("skipped", len(ids) - room)
-        if room:
-            self.put(_Job(ids[:room], payloads[:room]))
-
-    def put(self, job: _Job) -> None:
-        """Queue a job, bounded or not."""
-        with self._changed:
-            self._queued_bytes += job.num_bytes
-        self._jobs.put(job)
-
-    def flush(self, deadline: float) -> bool:
-        """Wait until the queue is empty, the tier is out or the time is over; whether it is empty."""
-        with self._changed:
-            while self._queued_bytes and self.lane.is_available and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, 0.1))
-            return not self._queued_bytes
-
-    def close(self) -> None:
-        """End the thread; what is queued is lost."""
-        self._closing.set()
-        self._jobs.put(None)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._closing.is_set():
-            if not self._do(job) and job.payloads is not None:
-                self.lane.tally.add("lost", len(job.ids))
-            with self._changed:
-                self._queued_bytes -= job.num_bytes
-                self._changed.notify_all()
-
-    def _do(self, job: _Job) -> bool:
-        for _ in range(_ATTEMPTS):
-            while not self.lane.is_available:
-                if self._closing.wait(0.05):
-                    return False
-            try:
-                if job.payloads is None:
-                    if job.lease_until is None:
-                        self.lane.delete(job.ids)
-                    else:
-                        self.lane.set_lease(job.ids, job.lease_until)
-                    return True
-                num_stored, num_failed = self.lane.store(job.ids, job.payloads)
-            except TierUnavailable as error:
-                logger.warning("%d blocks were not stored, leased or deleted: %s", len(job.ids), error)
-                continue
-            self.lane.tally.add(self._counted_as, num_stored)
-            if not num_failed:
-                return True
-        return False
 
 
 def _distinct(names: Iterable[str]) -> Iterator[str]:

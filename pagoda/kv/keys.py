@@ -3,6 +3,7 @@
     scope  = namespace (tenant) + cache_salt + adapter
     root   = H(fingerprint, scope)
     key[i] = H(key[i-1], tokens of block i, extra of block i)
+    owner  = H(namespace): marks stored blocks, so that a tenant's can be counted and purged by who knows no tenants
 
 The device tree compares tokens and hashes nothing; keys are made only for blocks that enter or are sought in
 lower tiers and events. Keys are HMACs under a cluster secret, so a stored key tells nothing to who lacks the secret.
@@ -22,7 +23,10 @@ import numpy.typing as npt
 from pagoda.errors import ConfigError, InvariantError
 
 BlockKey = NewType("BlockKey", bytes)
+OwnerTag = NewType("OwnerTag", bytes)
 KEY_BYTES = 32
+OWNER_BYTES = 16
+NO_OWNER = OwnerTag(bytes(OWNER_BYTES))
 MAX_SECRET_BYTES = 64
 NARROW, WIDE = "<i4", "<i8"
 
@@ -74,12 +78,19 @@ class KeyChain:
         # Copying a state that has taken in the secret is faster than taking it in again for every key.
         self._root = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda root")
         self._block = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"pagoda block")
+        self._owner = hashlib.blake2b(digest_size=OWNER_BYTES, key=secret, person=b"pagoda owner")
 
     def for_model(self, fingerprint: bytes) -> KeyChain:
         """Keys under the same secret, for another model."""
         other = copy.copy(self)
         other._fingerprint = fingerprint
         return other
+
+    def owner(self, namespace: str) -> OwnerTag:
+        """What stored blocks of a namespace are marked with, whatever the model: who lacks the secret cannot tell whose."""
+        state = self._owner.copy()
+        state.update(namespace.encode())
+        return OwnerTag(state.digest())
 
     def root(self, scope: Scope) -> BlockKey:
         """The parent key of a sequence's first block."""

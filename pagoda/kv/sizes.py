@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes and durations as people write and read them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
 }
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_size(size: int | str) -> int:
@@ -28,6 +29,19 @@ def parse_size(size: int | str) -> int:
     if size < 1:
         raise ConfigError(f"a size must be positive, got {size}")
     return size
+
+
+def parse_duration(duration: str) -> float:
+    """Seconds from a string such as `90s`, `30m`, `12h` or `7d`.
+
+    Raises:
+        ConfigError: it is not a positive duration.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", duration.strip())
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if seconds <= 0:
+        raise ConfigError(f"not a duration: {duration!r}; write such as 90s, 30m, 12h, 7d")
+    return seconds
 
 
 def format_size(num_bytes: float) -> str:

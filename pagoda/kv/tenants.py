@@ -210,6 +210,11 @@ class Tenants:
                 heapq.heappop(heap)
         return list(losses.items())
 
+    def names_of(self, ids: BlockIds) -> list[str]:
+        """Whose each block is; of a free one, whose it was."""
+        names = list(self._tenants)
+        return [names[label] for label in self._allocator.labels(ids)]
+
     def note_evicted(self, ids: BlockIds) -> None:
         """Count evicted blocks against those who lost them."""
         for tenant, count in zip(self._tenants.values(), self._allocator.count_by_label(ids), strict=False):

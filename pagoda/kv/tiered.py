@@ -25,7 +25,7 @@ from pagoda.kv.compaction import Move
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import BlockKey, KeyChain, Scope
+from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import ABSENT, TokenArray
@@ -34,6 +34,7 @@ from pagoda.kv.tenants import Share
 from pagoda.kv.tier_events import TierEvents
 from pagoda.kv.tiers.records import NO_LEASE, RecordId
 from pagoda.kv.transfer import ByteRows, Lane
+from pagoda.kv.write_queue import Purge
 
 _IMPORTED_BLOCKS = 32
 
@@ -82,6 +83,7 @@ class TieredCache(KVCache):
         self._came_from: dict[int, Lane] = {}  # blocks of the tree that were restored
         self._private: set[int] = set()  # blocks that may not be written to tiers
         self._purged: set[BlockKey] = set()  # what tiers may have until their queues are empty
+        self._purges: list[Purge] = []  # of tenants, which some tiers have not done yet
         self._source: Lane | None = None  # where the blocks come from that are being committed; None: computed
 
     def tell(self, keys: KeyChain, emit: Callable[[Sequence[BlockEvent]], None], *, with_tokens: bool = False) -> None:
@@ -102,7 +104,10 @@ class TieredCache(KVCache):
         if use.max_restored_tokens is not None:
             last = min(last, first + use.max_restored_tokens // size)
         takes_lossy = self._lossy if use.lossy is None else use.lossy
-        lanes = [lane for lane in self.hierarchy.lanes if takes_lossy or not lane.tier.is_lossy]
+        purging = self._purging(lease)
+        lanes = [
+            lane for lane in self.hierarchy.lanes if (takes_lossy or not lane.tier.is_lossy) and lane not in purging
+        ]
         if first >= last or not any(lane.is_available for lane in lanes):
             return
         keys = self._before_purged(self._names(lease, first, lease.prompt[: last * size]))
@@ -221,7 +226,7 @@ class TieredCache(KVCache):
         self._record_of.update(new)
         if self._purged:  # computed again, they may be found again
             self._purged.difference_update(keys)
-        self.hierarchy.used([record for _, record in new])
+        due = set(self.hierarchy.used([record for _, record in new]))
         if self._source is not None:
             self._came_from.update((block, self._source) for block, _ in new)
             self._expect_in_tiers(new)
@@ -229,6 +234,8 @@ class TieredCache(KVCache):
             self._private.update(block for block, _ in new)
         else:
             self._write(WritePolicy.THROUGH, new, self._source)
+            if self._source is not None:  # what is used often goes below where it came from, too
+                self._write(WritePolicy.THROUGH, [(block, record) for block, record in new if record in due])
 
     def acquire(self, tokens: TokenArray, scope: Scope, hit: Hit | None = None) -> Lease:
         """See KVCache. Blocks that were hit often enough for a selective tier are written now."""
@@ -273,6 +280,31 @@ class TieredCache(KVCache):
             self._delete([RecordId(key, group) for key in evicted for group in range(len(self._windows))])
         return count
 
+    def purge_below(self, namespace: str) -> Purge:
+        """Delete all that tiers have of a namespace, for whatever model; from a tier that has not yet, it gets nothing."""
+        for lease in [lease for lease in self._restores if lease.scope.namespace == namespace]:
+            self._end_restore(lease)
+        purge = self.hierarchy.purge(self._keys.owner(namespace))
+        self._purges.append(purge)
+        return purge
+
+    def _purging(self, lease: Lease) -> set[Lane]:
+        """The tiers that may still have what was purged of whom a lease belongs to."""
+        self._purges = [purge for purge in self._purges if purge.waiting]
+        owners = {self._keys.owner(segment.scope.namespace) for segment in lease.lineage} if self._purges else set()
+        return {lane for purge in self._purges if purge.owner in owners for lane in list(purge.waiting)}
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """What each namespace that was seen here has in each tier, in bytes, as the tier said lately."""
+        names = [tenant.name for tenant in self.tenants.all()]
+        found: dict[str, dict[str, int]] = {name: {} for name in names}
+        for lane in self.hierarchy.lanes:
+            usage = lane.report().usage
+            for name in names if usage is not None else ():
+                if (num_bytes := usage.owners.get(self._keys.owner(name))) is not None:
+                    found[name][lane.name] = num_bytes
+        return found
+
     def _on_purge(self, ids: BlockIds) -> None:
         self._delete([record for block in ids.tolist() if (record := self._record_of.get(block)) is not None])
         self._forget_names(ids)
@@ -305,8 +337,14 @@ class TieredCache(KVCache):
         payloads: ByteRows = np.empty((len(named), self.layout.block_bytes), dtype=np.uint8)
         for payload, (block, _) in zip(payloads, named, strict=True):
             self._io.export_block(block, payload)
-        self.hierarchy.write(policy, [record for _, record in named], payloads, above)
+        owners = self._owners([block for block, _ in named])
+        self.hierarchy.write(policy, [record for _, record in named], payloads, owners, above)
         self._expect_in_tiers(named)
+
+    def _owners(self, blocks: Sequence[int]) -> list[OwnerTag]:
+        names = self.tenants.names_of(np.array(blocks, dtype=np.int32))
+        tags = {name: self._keys.owner(name) for name in set(names)}
+        return [tags[name] for name in names]
 
     def renew(self, fingerprint: bytes) -> None:
         """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""

@@ -26,10 +26,13 @@ import numpy.typing as npt
 
 from pagoda.errors import TierError, TierUnavailable
 from pagoda.kv.breaker import Breaker, BreakerState
+from pagoda.kv.keys import OwnerTag
 from pagoda.kv.speed import Speed
 from pagoda.kv.tiers.base import Tally, Tier
 from pagoda.kv.tiers.records import (
+    NO_EXPIRY,
     Corrupt,
+    Expired,
     Failed,
     Found,
     GetResult,
@@ -98,7 +101,7 @@ class TierReport:
     """One tier at one moment. Counts are records since the start, unless their names say otherwise.
 
     `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
-    `rejected_<why>`, audit. `load_seconds` is a histogram: upper ends of buckets, and loads in
+    `rejected_<why>`, audit. `num_expired` were asked for after their time. `load_seconds` is a histogram: upper ends of buckets, and loads in
     each. `usage` is None until the tier told.
     """
 
@@ -112,6 +115,7 @@ class TierReport:
     num_loaded: int
     num_slower: int
     num_late: int
+    num_expired: int
     num_restored_tokens: int
     failures: dict[str, int]
     load_seconds: tuple[tuple[float, int], ...]
@@ -192,6 +196,7 @@ class Lane:
         """Which records are there."""
         results = self._call(lambda tier: tier.lookup(ids), given_up, self.lookup_speed, 0)
         self.breaker.succeeded()
+        self.tally.add("expired", sum(isinstance(result, Expired) for result in results))
         share = sum(isinstance(result, Found) for result in results) / max(1, len(results))
         self.found_share += _SHARE_SMOOTHING * (share - self.found_share)
         return results
@@ -203,12 +208,18 @@ class Lane:
         self.tally.add("loaded", self._note(results))
         return results
 
-    def store(self, ids: Sequence[RecordId], payloads: ByteRows) -> tuple[int, int]:
-        """Put the records that are not there yet; returns how many were stored, and how many to try again later."""
+    def store(
+        self, ids: Sequence[RecordId], payloads: ByteRows, owners: Sequence[OwnerTag]
+    ) -> tuple[int, int]:
+        """Put the records that are not there yet, to last as long as the tier has them last; returns how many were
+        stored, and how many to try again later.
+        """
+        expires_at = NO_EXPIRY if self.tier.ttl_s is None else time.time() + self.tier.ttl_s
 
         def work(tier: Tier) -> list[PutResult]:
             new = [i for i, found in enumerate(tier.lookup(ids)) if isinstance(found, Missing)]
-            return tier.put([Record(ids[i], payloads[i]) for i in new]) if new else []
+            records = [Record(ids[i], payloads[i], owner=owners[i], expires_at=expires_at) for i in new]
+            return tier.put(records) if records else []
 
         results = self._call(work, threading.Event())
         return self._note(results), sum(isinstance(result, Failed) for result in results)
@@ -219,9 +230,18 @@ class Lane:
         self.breaker.succeeded()
 
     def delete(self, ids: Sequence[RecordId]) -> None:
-        """Delete those of the records that the tier has."""
-        self._call(lambda tier: tier.delete(ids), threading.Event())
+        """Delete those of the records that the tier has. If some may still be there, that is a failure of the tier."""
+        results = self._call(lambda tier: tier.delete(ids), threading.Event())
+        if num_failed := sum(isinstance(result, Failed) for result in results):
+            self._fail("failed")
+            raise TierUnavailable(f"the {self.name} tier failed to delete {num_failed} records")
         self.breaker.succeeded()
+
+    def purge(self, owner: OwnerTag) -> int:
+        """Delete all records of an owner; returns how many there were."""
+        count = self._call(lambda tier: tier.purge(owner), threading.Event())
+        self.breaker.succeeded()
+        return count
 
     def forget(self, ids: Sequence[RecordId]) -> None:
         """Delete records, whatever the state of the tier. Does not wait."""
@@ -238,6 +258,8 @@ class Lane:
                     self.tally.add("failure_failed")
                 case Corrupt(why):
                     self.tally.add(f"failure_corrupt_{why}")
+                case Expired():
+                    self.tally.add("expired")
                 case Missing():
                     self.tally.add("failure_missing")
                 case _:
@@ -343,6 +365,7 @@ class Lane:
             num_loaded=counts.get("loaded", 0),
             num_slower=counts.get("slower", 0),
             num_late=counts.get("late", 0),
+            num_expired=counts.get("expired", 0),
             num_restored_tokens=counts.get("restored_tokens", 0),
             failures={
                 name.removeprefix("failure_"): count for name, count in counts.items() if name.startswith("failure_")

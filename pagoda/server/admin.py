@@ -16,6 +16,7 @@ The admin key comes in the header `X-Admin-Key`; a server without one has no suc
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagoda.engine.admin import CacheAdmin, PrefixView
+from pagoda.engine.admin import CacheAdmin, PrefixView, Purge
 from pagoda.errors import InvalidRequest, LeaseRefused
 from pagoda.server.auth import is_admin, require_admin
 from pagoda.server.backend import Backend, Scope, Tokenizer
@@ -33,6 +34,8 @@ from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
 
 MAX_PREFIXES = 10_000
+_PURGE_WAIT_S = 10.0
+_PURGE_GLANCE_S = 0.02
 
 
 class PinFields(PrefixFields):
@@ -132,14 +135,18 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
         if (fields.request_id is None) == (fields.tenant is None):
             raise InvalidRequest("say what to purge: a tenant or a request_id, and not both", param="tenant")
         count: int | None
+        tiers: list[dict[str, Any]] = []
         if fields.request_id is not None:
             count = await engine.manage(partial(_purge_request, fields.request_id))
         elif fields.names_all:
-            if fields.tenant and fields.tenant not in await engine.manage(lambda cache: cache.tenants()):
-                raise HttpError(404, "tenant_not_found", f"This server has not seen a tenant {fields.tenant[:100]!r}.")
-            count = await engine.manage(lambda cache: cache.purge_tenant(fields.tenant or ""))
-            served.responses.drop(fields.tenant or "")
-            for named in served.caches.all_of(fields.tenant or ""):
+            tenant = fields.tenant or ""
+            is_known = tenant in ("", *await engine.manage(lambda cache: cache.tenants()))
+            count, purge_of_tiers = await engine.manage(lambda cache: cache.purge_tenant(tenant))
+            tiers = [] if purge_of_tiers is None else await _purged(purge_of_tiers)
+            if not is_known and not any(tier["purged_records"] for tier in tiers):
+                raise HttpError(404, "tenant_not_found", f"Neither this server nor a tier knows a tenant {tenant[:100]!r}.")
+            served.responses.drop(tenant)
+            for named in served.caches.all_of(tenant):
                 served.caches.drop(named.namespace, named.id)
         else:
             tokens, scope = await tokens_of(fields), Scope(fields.tenant or "", fields.cache_salt)
@@ -148,7 +155,7 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
         await asyncio.to_thread(served.caches.save)
-        return JSONResponse({"purged_blocks": count})
+        return JSONResponse({"purged_blocks": count} | ({"tiers": tiers} if tiers else {}))
 
     @router.post("/kv/publish")
     async def publish(request: Request) -> Response:
@@ -169,6 +176,18 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
         return JSONResponse({"freed_blocks": await engine.manage(lambda cache: cache.clear())})
 
     return router
+
+
+async def _purged(purge: Purge) -> list[dict[str, Any]]:
+    """What each tier had; `purged_records` is null for one that has not done it in some seconds.
+
+    The server goes on to try, and asks such a tier nothing for the tenant; once it ends, the purge has to be repeated.
+    """
+    deadline = time.monotonic() + _PURGE_WAIT_S
+    while purge.waiting and time.monotonic() < deadline:
+        await asyncio.sleep(_PURGE_GLANCE_S)
+    late = {lane.name: None for lane in list(purge.waiting)}
+    return [{"tier": name, "purged_records": count} for name, count in {**late, **purge.counts}.items()]
 
 
 def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:

@@ -67,3 +67,8 @@ class TenantMetrics(Collector):
                 for tenant in self._tenants:
                     family.add_metric([tenant.tenant], count(tenant))
                 yield family
+        tiers = GaugeMetricFamily("pagoda_tenant_tier_bytes", "What a tenant has in a tier", labels=["tenant", "tier"])
+        for tenant in self._tenants:
+            for tier, num_bytes in tenant.tier_bytes.items():
+                tiers.add_metric([tenant.tenant, tier], num_bytes)
+        yield tiers

@@ -19,6 +19,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[TierReport], int]]] = {
     "skipped_records": ("Records not written because the queue was full", lambda tier: tier.num_skipped),
     "lost_records": ("Records not written because the tier failed every time", lambda tier: tier.num_lost),
     "slower_blocks": ("Blocks not loaded because computing them was faster", lambda tier: tier.num_slower),
+    "expired_records": ("Records asked for after their time", lambda tier: tier.num_expired),
     "late_blocks": ("Blocks loaded in vain: they had been computed meanwhile", lambda tier: tier.num_late),
 }
 

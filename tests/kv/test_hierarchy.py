@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pagoda.kv import hierarchy as hierarchy_module
+from pagoda.kv import write_queue
 from pagoda.kv.fetch import Fetch
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import BlockKey
+from pagoda.kv.keys import NO_OWNER, BlockKey, OwnerTag
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Found, Record, RecordId
@@ -24,6 +24,10 @@ FOREVER = 1000.0
 
 def block_ids(count: int, num_groups: int = 1) -> list[list[RecordId]]:
     return [[RecordId(BlockKey(i.to_bytes(32, "big")), group) for group in range(num_groups)] for i in range(count)]
+
+
+def owners(count: int) -> list[OwnerTag]:
+    return [NO_OWNER] * count
 
 
 def ids(count: int) -> list[RecordId]:
@@ -85,10 +89,10 @@ def make(*tiers: tuple[Tier, WritePolicy], num_groups: int = 1, timeout_s: float
 def test_each_policy_writes_its_own_tiers() -> None:
     back, through = MemoryTier(1 << 20), MemoryTier(1 << 20)
     tiers = make((back, BACK), (through, THROUGH))
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     assert tiers.flush(5)
     assert (has(back, 3), has(through, 3)) == (0, 3)
-    tiers.write(BACK, ids(2), payloads(2))
+    tiers.write(BACK, ids(2), payloads(2), owners(2))
     assert tiers.flush(5)
     assert has(back, 3) == 2
     first, second = tiers.reports()
@@ -102,21 +106,21 @@ def test_no_write_waits_for_a_tier(faults: Faults) -> None:
     faults.hang()
     started = time.monotonic()
     for _ in range(3):
-        tiers.write(THROUGH, ids(5), payloads(5))
+        tiers.write(THROUGH, ids(5), payloads(5), owners(5))
     assert time.monotonic() - started < 0.5
     until(lambda: has(fine, 5) == 5)  # the hung one holds up its own queue only
 
 
 def test_a_full_queue_skips_and_counts_for_each_tier(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchy_module, "_QUEUE_BYTES", 4 * BYTES)
+    monkeypatch.setattr(write_queue, "_QUEUE_BYTES", 4 * BYTES)
     fine = MemoryTier(1 << 20)
     tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH), (fine, THROUGH))
     faults.hang()
     assert tiers.room(THROUGH, 3) == 3
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     until(lambda: has(fine, 3) == 3 and tiers.room(THROUGH, 9) == 4)
     assert tiers.room(BACK, 5) == 0  # no such tier: nothing to export
-    tiers.write(THROUGH, ids(9)[5:], payloads(4))
+    tiers.write(THROUGH, ids(9)[5:], payloads(4), owners(4))
     until(lambda: tiers.reports()[1].num_stored == 7)
     slow, _ = tiers.reports()
     assert slow.num_skipped >= 3 + 5  # of four, one fits; and five never were exported
@@ -127,7 +131,7 @@ def test_what_failed_is_tried_again(faults: Faults, monkeypatch: pytest.MonkeyPa
     inner = MemoryTier(1 << 20)
     tiers = make((FaultyTier(inner, faults), THROUGH))
     faults.unavailable = True
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     until(lambda: not tiers.is_available)
     faults.unavailable = False
     until(lambda: has(inner, 3) == 3)
@@ -139,7 +143,7 @@ def test_single_records_that_failed_are_tried_again(faults: Faults) -> None:
     inner = MemoryTier(1 << 20)
     tiers = make((FaultyTier(inner, faults), THROUGH))
     faults.failing = 0.3
-    tiers.write(THROUGH, ids(50), payloads(50))
+    tiers.write(THROUGH, ids(50), payloads(50), owners(50))
     until(lambda: tiers.flush(1))
     [report] = tiers.reports()
     assert report.failures["failed"] > 5
@@ -150,7 +154,7 @@ def test_what_fails_three_times_is_lost_and_counted(faults: Faults, monkeypatch:
     monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
     tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH))
     faults.failing = 1.0
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     until(lambda: tiers.reports()[0].num_lost == 3)
     assert tiers.reports()[0].failures == {"failed": 9}
 
@@ -160,13 +164,13 @@ def test_closing_waits_for_what_is_queued_but_for_no_hung_tier(faults: Faults, m
     inner, fine = MemoryTier(1 << 20), MemoryTier(1 << 20)
     tiers = make((FaultyTier(inner, faults), THROUGH), (fine, THROUGH))
     faults.delay_s = 0.05
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     tiers.close(5)
     assert tiers.reports()[0].num_stored == 3
     faults.delay_s = 0
     faults.hang()
     tiers = make((FaultyTier(MemoryTier(1 << 20), faults), THROUGH))
-    tiers.write(THROUGH, ids(3), payloads(3))
+    tiers.write(THROUGH, ids(3), payloads(3), owners(3))
     fetch = tiers.fetcher.fetch(block_ids(3), FOREVER, FOREVER)
     started = time.monotonic()
     tiers.close(0.2)

@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.errors import TierUnavailable
 from pagoda.kv.breaker import Breaker, BreakerState
-from pagoda.kv.keys import BlockKey
+from pagoda.kv.keys import NO_OWNER, BlockKey
 from pagoda.kv.speed import Speed
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Corrupt, Failed, Found, LookupResult, Missing, RecordId, Target
@@ -166,8 +166,8 @@ def test_an_abandoned_try_leaves_the_try_to_the_next() -> None:
 
 def test_records_go_down_once_and_come_back(faults: Faults) -> None:
     lane = lane_of(faults)
-    assert lane.store(ids(3), payloads(3)) == (3, 0)
-    assert lane.store(ids(4), payloads(4)) == (1, 0)  # three are there
+    assert lane.store(ids(3), payloads(3), [NO_OWNER] * 3) == (3, 0)
+    assert lane.store(ids(4), payloads(4), [NO_OWNER] * 4) == (1, 0)  # three are there
     assert lane.lookup(ids(5), NEVER) == [Found(BYTES)] * 4 + [Missing()]
     out = np.zeros((4, BYTES), dtype=np.uint8)
     assert lane.load([Target(id, row) for id, row in zip(ids(4), out, strict=True)], NEVER) == [Found(BYTES)] * 4
@@ -185,7 +185,7 @@ def test_records_go_down_once_and_come_back(faults: Faults) -> None:
 )
 def test_a_batch_of_nothing_but_errors_opens_the_breaker(faults: Faults, kind: type, opens: bool) -> None:
     lane = lane_of(faults)
-    lane.store(ids(4), payloads(4))
+    lane.store(ids(4), payloads(4), [NO_OWNER] * 4)
     faults.failing, faults.corrupting = float(kind is Failed), float(kind is Corrupt)
     wanted = ids(9)[5:] if kind is Missing else ids(4)
     out = np.zeros((4, BYTES), dtype=np.uint8)
@@ -199,9 +199,9 @@ def test_each_batch_of_errors_makes_the_next_pause_longer(faults: Faults) -> Non
     clock = Clock()
     lane = lane_of(faults, clock=clock)
     faults.failing = 1.0
-    assert lane.store(ids(2), payloads(2)) == (0, 2)
+    assert lane.store(ids(2), payloads(2), [NO_OWNER] * 2) == (0, 2)
     clock.now += 1.01
-    assert lane.store(ids(2), payloads(2)) == (0, 2)
+    assert lane.store(ids(2), payloads(2), [NO_OWNER] * 2) == (0, 2)
     clock.now += 1.01
     assert lane.state is BreakerState.OPEN
     clock.now += 1.0
@@ -210,7 +210,7 @@ def test_each_batch_of_errors_makes_the_next_pause_longer(faults: Faults) -> Non
 
 def test_a_batch_with_one_error_does_not_open_it(faults: Faults) -> None:
     lane = lane_of(faults)
-    lane.store(ids(4), payloads(4))
+    lane.store(ids(4), payloads(4), [NO_OWNER] * 4)
     inner = lane.tier.inner  # type: ignore[attr-defined]
     inner.delete(ids(1))
     out = np.zeros((4, BYTES), dtype=np.uint8)

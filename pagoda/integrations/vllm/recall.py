@@ -19,6 +19,7 @@ from pagoda.integrations.vllm.block_io import VllmBlocks
 from pagoda.integrations.vllm.messages import Answer, Ask, Load, Replies
 from pagoda.kv.fetch import Fetch
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
@@ -66,12 +67,15 @@ class Recalls:
         blocks: vLLM's cache.
         block_size: tokens in a block, for counting.
         shard: the worker's rank.
+        owner: whose all records are.
 
     Attributes:
         replies, finished, failed_blocks: what to tell vLLM; the owner takes and replaces them.
     """
 
-    def __init__(self, hierarchy: Hierarchy, blocks: VllmBlocks, block_size: int, shard: int) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, blocks: VllmBlocks, block_size: int, shard: int, owner: OwnerTag
+    ) -> None:
         self.replies = Replies()
         self.finished: set[str] = set()
         self.failed_blocks: set[int] = set()
@@ -79,6 +83,7 @@ class Recalls:
         self._blocks = blocks
         self._block_size = block_size
         self._shard = shard
+        self._owner = owner
         self._open: dict[str, _Recall] = {}
 
     def start(self, ask: Ask) -> None:
@@ -167,7 +172,8 @@ class Recalls:
         for lane, indices in _by_lane([lane for lane, _ in run]):
             if lane is not self._hierarchy.lanes[0]:
                 rows = np.stack([run[i][1][0] for i in indices])
-                self._hierarchy.write(WritePolicy.THROUGH, [ids[i] for i in indices], rows, above=lane)
+                owners = [self._owner] * len(indices)
+                self._hierarchy.write(WritePolicy.THROUGH, [ids[i] for i in indices], rows, owners, above=lane)
 
     def _finish(self, load: Load, report: Answer, placed: int) -> None:
         self.finished.add(load.request_id)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.keys import KEY_BYTES, KeyChain, OwnerTag
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 
@@ -29,6 +30,11 @@ class Settings:
     tier_key: str | None = None
     namespace: str = ""
     identity: str = ""
+
+    @property
+    def owner(self) -> OwnerTag:
+        """Whose all records are."""
+        return KeyChain(bytes(KEY_BYTES), self.secret).owner(self.namespace)
 
 
 def read_settings(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:

@@ -55,7 +55,7 @@ class WorkerSide:
         self.close()  # the former ones, if vLLM makes its cache anew
         blocks = VllmBlocks(caches, self._num_blocks)
         hierarchy = open_hierarchy(self._settings, blocks.block_bytes, self._rank, self._num_workers)
-        recalls = Recalls(hierarchy, blocks, self._block_size, self._rank)
+        recalls = Recalls(hierarchy, blocks, self._block_size, self._rank, self._settings.owner)
         self._ready = _Ready(blocks, hierarchy, recalls, TierFigures(hierarchy, self._rank))
         logger.info(
             "Pagoda keeps blocks of %d tokens, %d bytes each, in %s",
@@ -97,7 +97,8 @@ class WorkerSide:
         if saves:
             rows = aligned_empty(len(saves) * blocks.block_bytes).reshape(len(saves), -1)
             blocks.export_blocks([save.block_id for save in saves], rows)
-            hierarchy.write(WritePolicy.THROUGH, [RecordId(save.key, shard=self._rank) for save in saves], rows)
+            ids = [RecordId(save.key, shard=self._rank) for save in saves]
+            hierarchy.write(WritePolicy.THROUGH, ids, rows, [self._settings.owner] * len(ids))
 
     def finish(self) -> set[str]:
         """End a step; returns the requests whose loads are finished, well or not."""

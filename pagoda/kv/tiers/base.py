@@ -1,14 +1,16 @@
 """Tier: a store of records that may lose any of them, and never serves a wrong byte.
 
-    record = RecordId (BlockKey, layer group, shard) -> payload, 8 KiB to a few MiB, plus the time its lease ends
+    record = RecordId (BlockKey, layer group, shard) -> payload, 8 KiB to a few MiB
+             + whose it is (a tag), when it expires, when its lease ends
 
 A tier knows bytes, not blocks, pools or models. Every call takes a batch and answers one typed outcome per record, in
 order: a record that is missing, damaged or refused never fails its neighbours. Only a tier that cannot answer at all
-raises (`TierUnavailable`). All methods may be called by several threads at once. `lookup`, `coldest`, `scan`, `usage`
-and `stats` change nothing, not even recency.
+raises (`TierUnavailable`). All methods may be called by several threads at once. `lookup`, `scan`, `usage` and
+`stats` change nothing, not even recency.
 
-A record whose lease runs is not dropped to make room: a put that would need its room is rejected instead. Only the
-owner's `delete`, damage and crashes remove it. Lease times are Unix seconds, because they outlive the process.
+A record whose lease runs is not dropped to make room: a put that would need its room is rejected instead. Only
+`delete`, `purge`, damage and crashes remove it. A record that expired is a miss from then on, unless a lease runs, and
+its room is taken back as room is needed. Times are Unix seconds, because they outlive the process.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from pagoda.errors import TierUnavailable
+from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.records import (
     Corrupt,
     DeleteResult,
+    Expired,
     Found,
     GetResult,
     LookupResult,
@@ -40,13 +44,15 @@ from pagoda.kv.tiers.records import (
 class Tier(ABC):
     """One level of the hierarchy; see the module for the rules every method keeps.
 
-    `is_lossy` says whether a block comes back otherwise than it was put, as its codec says it should.
+    `is_lossy` says whether a block comes back otherwise than it was put, as its codec says it should. `ttl_s` is how
+    long whoever puts records here lets them last; None: until their room is needed.
 
     The public methods let calls in while the tier is open and count outcomes; a tier implements the hooks below them,
     one of the same name each.
     """
 
     is_lossy: bool = False
+    ttl_s: float | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,12 +62,16 @@ class Tier(ABC):
     def lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         """Which records are there, and their sizes. Reads no payload, so a Found may still turn out Corrupt."""
         with self._gate:
-            return self._lookup(ids)
+            results = self._lookup(ids)
+        if num_expired := sum(isinstance(result, Expired) for result in results):
+            self._tally.add("expired", num_expired)
+        return results
 
     def put(self, records: Sequence[Record]) -> list[PutResult]:
         """Store or replace records, dropping colder ones without a lease to make room.
 
-        A replaced record keeps the later of the two leases.
+        A replaced record keeps the later of the two leases. Where owners have shares of the tier, whoever is most over
+        its own loses first, and nobody loses to another what its share guarantees.
         """
         with self._gate:
             results = self._put(records)
@@ -82,6 +92,16 @@ class Tier(ABC):
         self._tally.count(results)
         return results
 
+    def purge(self, owner: OwnerTag) -> int:
+        """Remove all records of an owner, leased or not, so that no restart finds them; returns how many there were.
+
+        Raises TierUnavailable if some may still be there.
+        """
+        with self._gate:
+            count = self._purge(owner)
+        self._tally.add("purged", count)
+        return count
+
     def set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
         """Set the time before which the tier may not drop these records, earlier or later than before."""
         with self._gate:
@@ -100,8 +120,8 @@ class Tier(ABC):
     def stats(self) -> dict[str, int]:
         """Counts since the tier was opened; absent means zero, and a closed tier still tells.
 
-        Everywhere: stored, stored_bytes, found, found_bytes, missing, deleted, evicted, failed, `rejected_<reason>`,
-        `corrupt_<reason>`. A tier may add its own.
+        Everywhere: stored, stored_bytes, found, found_bytes, missing, expired, deleted, purged, evicted, failed,
+        `rejected_<reason>`, `corrupt_<reason>`. A tier may add its own.
         """
         return self._tally.snapshot()
 
@@ -123,6 +143,9 @@ class Tier(ABC):
     def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]: ...
 
     @abstractmethod
+    def _purge(self, owner: OwnerTag) -> int: ...
+
+    @abstractmethod
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]: ...
 
     @abstractmethod
@@ -139,18 +162,6 @@ class Tier(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class LocalTier(Tier):
-    """A tier that orders its records itself, so that the hierarchy can demote before the tier drops."""
-
-    def coldest(self, num_bytes: int) -> list[RecordInfo]:
-        """The records to demote for `num_bytes` of payload: coldest first, those with a running lease last."""
-        with self._gate:
-            return self._coldest(num_bytes)
-
-    @abstractmethod
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]: ...
 
 
 class Tally:

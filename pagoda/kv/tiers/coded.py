@@ -7,7 +7,7 @@ with none, holds nothing for this one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pagoda.errors import CorruptRecord
@@ -23,25 +23,23 @@ from pagoda.kv.tiers.records import (
     PutResult,
     Record,
     RecordId,
-    RecordInfo,
     Stored,
     Target,
-    Usage,
     aligned_empty,
     readable,
     writable,
 )
+from pagoda.kv.tiers.wrapped import WrappedTier
 
 
-class CodedTier(Tier):
+class CodedTier(WrappedTier):
     """`inner`, holding what the codec makes of blocks of `block_bytes`.
 
     Callers see blocks and their sizes; `usage` and `scan` tell what is stored, the names of records too.
     """
 
     def __init__(self, inner: Tier, codec: BlockCodec, block_bytes: int) -> None:
-        super().__init__(f"{inner.name} in {codec.name}")
-        self.inner = inner
+        super().__init__(inner, f"{inner.name} in {codec.name}")
         self.is_lossy = codec.is_lossy
         self._codec = codec
         self._block_bytes = block_bytes
@@ -58,7 +56,7 @@ class CodedTier(Tier):
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
         stored = [
-            Record(self._stored_id(each.id), self._codec.encode(each.id.group, readable(each.data)), each.lease_until)
+            replace(each, id=self._stored_id(each.id), data=self._codec.encode(each.id.group, readable(each.data)))
             for each in records
         ]
         results = self.inner.put(stored)
@@ -87,16 +85,3 @@ class CodedTier(Tier):
 
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
         return [self._whole(found) for found in self.inner.set_lease([self._stored_id(r) for r in ids], until)]
-
-    def _scan(self) -> Iterator[RecordInfo]:
-        return self.inner.scan()
-
-    def _usage(self) -> Usage:
-        return self.inner.usage()
-
-    def stats(self) -> dict[str, int]:
-        """The inner tier's counts, with the outcomes as they are after decoding."""
-        return self.inner.stats() | self._tally.snapshot()
-
-    def _close(self) -> None:
-        self.inner.close()

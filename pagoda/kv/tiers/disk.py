@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from pagoda.errors import ConfigError, TierError, TierUnavailable
-from pagoda.kv.tiers.base import LocalTier
+from pagoda.kv.keys import OwnerTag
+from pagoda.kv.tiers.accounts import Accounts, Shares
+from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.direct_io import BouncePool, align_up
 from pagoda.kv.tiers.disk_lock import DirectoryLock
 from pagoda.kv.tiers.disk_log import MIN_SEGMENTS, Moves, SegmentLog
@@ -28,6 +31,7 @@ from pagoda.kv.tiers.records import (
     Corrupt,
     Deleted,
     DeleteResult,
+    Expired,
     Failed,
     Found,
     GetResult,
@@ -42,6 +46,8 @@ from pagoda.kv.tiers.records import (
     Stored,
     Target,
     Usage,
+    found,
+    is_over,
     readable,
     writable,
 )
@@ -61,7 +67,7 @@ class _Read:
     out: ByteArray
 
 
-class DiskTier(LocalTier):
+class DiskTier(Tier):
     """At most `capacity_bytes` of files in `folder`, made if it is not there.
 
     Two locks. `_writing`: one writer at a time, since one thread fills the disk's write bandwidth; whoever changes
@@ -73,6 +79,7 @@ class DiskTier(LocalTier):
             and `usage().used_bytes` counts those, so watch `payload_bytes` for how full the tier is.
         segment_bytes: unit of eviction and of allocation; by default a power of two from 256 files' to 16 files' worth.
             Another value than at the last start leaves what was stored unread, and counted as `other_format`.
+        shares: what owners have of the payloads.
         clock: Unix seconds.
 
     Raises ConfigError if the budget is too small for three segments or the folder cannot be used, TierUnavailable if
@@ -86,6 +93,7 @@ class DiskTier(LocalTier):
         capacity_bytes: int,
         *,
         segment_bytes: int | None = None,
+        shares: Shares = MappingProxyType({}),
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__("disk")
@@ -109,16 +117,20 @@ class DiskTier(LocalTier):
         except OSError as error:
             raise ConfigError(f"a disk tier cannot use {folder}: {error.strerror}") from error
         try:
-            self._log = SegmentLog(folder, self._geometry, max_segments, self._pool, self._tally)
+            self._accounts = Accounts((max_segments - 1) * self._geometry.data_bytes, shares)
+            self._log = SegmentLog(folder, self._geometry, max_segments, self._pool, self._tally, self._accounts)
             self._index = self._log.load()
         except OSError as error:
             self._directory_lock.close()
             raise TierUnavailable(f"the disk tier's directory {folder} cannot be read: {error}") from error
         self._payload_bytes = sum(stub.num_bytes for stub in self._index.values())
+        for stub in self._index.values():
+            self._accounts.charge(stub.owner, stub.cost)
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
+        now = self._clock()
         with self._lock:
-            return [_found(self._index.get(id)) for id in ids]
+            return [found(self._index.get(id), now) for id in ids]
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
         payloads = [readable(record.data) for record in records]
@@ -130,13 +142,13 @@ class DiskTier(LocalTier):
                 if record.id in batch or active is None or not active.fits(payload.size):
                     results += self._write(batch)
                     batch = {}
-                refusal = self._make_room(payload.size)
+                refusal = self._make_room(payload.size, record.owner)
                 if refusal is not None:
                     results.append(refusal)
                     continue
                 former = self._index.get(record.id)
                 lease = record.lease_until if former is None else max(record.lease_until, former.lease_until)
-                batch[record.id] = (self._log.place(record.id, payload, lease), payload)
+                batch[record.id] = (self._log.place(record, payload, lease), payload)
             results += self._write(batch)
         return results
 
@@ -144,10 +156,14 @@ class DiskTier(LocalTier):
         outs = [writable(target.buffer) for target in targets]
         results: list[GetResult] = [Missing()] * len(targets)
         reads: list[_Read] = []
+        now = self._clock()
         with self._lock:
             for i, target in enumerate(targets):
                 stub = self._index.get(target.id)
                 if stub is None:
+                    continue
+                if is_over(stub, now):
+                    results[i] = Expired()
                     continue
                 if outs[i].size < stub.num_bytes:
                     results[i] = Rejected(Reason.BUFFER_TOO_SMALL)
@@ -174,7 +190,21 @@ class DiskTier(LocalTier):
                 results.append(Missing() if stub is None else self._remove(stub))
         return results
 
+    def _purge(self, owner: OwnerTag) -> int:
+        with self._writing:
+            try:
+                for segment in self._log.segments():
+                    segment.erase_owner(owner)
+            except OSError as error:
+                raise TierUnavailable(f"records cannot be erased from disk: {error}") from error
+            with self._lock:
+                stubs = [stub for stub in self._index.values() if stub.owner == owner]
+                for stub in stubs:
+                    self._unlink(stub)
+        return len(stubs)
+
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
+        now = self._clock()
         with self._writing:
             stubs = [self._index.get(id) for id in ids]
             for stub in stubs:
@@ -184,19 +214,7 @@ class DiskTier(LocalTier):
                         stub.segment.rewrite_entry(stub)
                     except OSError as error:
                         raise TierUnavailable(f"a lease cannot be written to disk: {error}") from error
-            return [_found(stub) for stub in stubs]
-
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
-        now = self._clock()
-        chosen: list[RecordInfo] = []
-        with self._writing:
-            stubs = [stub for segment in self._log.segments() for stub in segment.stubs.values()]
-        for stub in sorted(stubs, key=lambda stub: (stub.lease_until > now, stub.num_hits > 0)):
-            if num_bytes <= 0:
-                break
-            chosen.append(_info(stub))
-            num_bytes -= stub.num_bytes
-        return chosen
+            return [found(stub, now) for stub in stubs]
 
     def _scan(self) -> Iterator[RecordInfo]:
         with self._lock:
@@ -205,19 +223,19 @@ class DiskTier(LocalTier):
     def _usage(self) -> Usage:
         with self._lock:
             used = self._log.num_segments * self._geometry.segment_bytes + DirectoryLock.FILE_BYTES
-            return Usage(self._capacity, used, self._payload_bytes, len(self._index))
+            return Usage(self._capacity, used, self._payload_bytes, len(self._index), dict(self._accounts.costs))
 
     def _close(self) -> None:
         self._helpers.shutdown()
         self._log.close()
         self._directory_lock.close()
 
-    def _make_room(self, num_bytes: int) -> Rejected | Failed | None:
-        """See that the active segment fits `num_bytes`; the outcome to give where it cannot."""
+    def _make_room(self, num_bytes: int, owner: OwnerTag) -> Rejected | Failed | None:
+        """See that the active segment fits `num_bytes` of an owner; the outcome to give where it cannot."""
         if align_up(num_bytes) > self._geometry.data_bytes:
             return Rejected(Reason.TOO_LARGE)
         try:
-            made = self._log.make_room(num_bytes, self._clock(), self._retire)
+            made = self._log.make_room(num_bytes, owner, self._clock(), self._retire)
         except OSError as error:
             return Failed(TierError(f"no segment can be made ready on disk: {error}"))
         return None if made else Rejected(Reason.FULL)
@@ -289,11 +307,13 @@ class DiskTier(LocalTier):
         del self._index[stub.id]
         del stub.segment.stubs[stub.slot]
         self._payload_bytes -= stub.num_bytes
+        self._accounts.charge(stub.owner, -stub.cost)
 
     def _link(self, stub: Stub) -> None:
         self._index[stub.id] = stub
         stub.segment.stubs[stub.slot] = stub
         self._payload_bytes += stub.num_bytes
+        self._accounts.charge(stub.owner, stub.cost)
 
     def _retire(self, victim: Segment, moves: Moves) -> None:
         """Point the index away from `victim`, and wait for its last reader."""
@@ -317,8 +337,8 @@ def _runs(reads: list[_Read]) -> Iterator[list[_Read]]:
     for read in sorted(reads, key=lambda read: (read.stub.segment.sequence, read.stub.offset)):
         if run:
             first, last = run[0].stub, run[-1].stub
-            adjoins = read.stub.segment is last.segment and read.stub.offset == last.offset + align_up(last.num_bytes)
-            if not adjoins or read.stub.offset + align_up(read.stub.num_bytes) - first.offset > RUN_BYTES:
+            adjoins = read.stub.segment is last.segment and read.stub.offset == last.offset + last.cost
+            if not adjoins or read.stub.offset + read.stub.cost - first.offset > RUN_BYTES:
                 yield run
                 run = []
         run.append(read)
@@ -326,9 +346,5 @@ def _runs(reads: list[_Read]) -> Iterator[list[_Read]]:
         yield run
 
 
-def _found(stub: Stub | None) -> LookupResult:
-    return Missing() if stub is None else Found(stub.num_bytes)
-
-
 def _info(stub: Stub) -> RecordInfo:
-    return RecordInfo(stub.id, stub.num_bytes, stub.lease_until)
+    return RecordInfo(stub.id, stub.num_bytes, stub.lease_until, stub.owner, stub.expires_at)

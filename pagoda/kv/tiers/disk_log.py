@@ -4,8 +4,10 @@
     used    in the order they were begun; the last is active, that is, appended to
 
 `make_room` begins a blank segment while there are two. With one left it cleans: a victim, the oldest as a rule, gives
-its survivors (leased records, and those read since they were written) to the blank one, which becomes active, and
-becomes blank itself. Each segment gets its turn and each hit buys one more round: FIFO with reinsertion, or CLOCK.
+its survivors to the blank one, which becomes active, and becomes blank itself. Survivors are the leased records, those
+within what their owner is guaranteed, and those read since they were written. Each segment gets its turn and each hit
+buys one more round: FIFO with reinsertion, or CLOCK. Where owners have shares, only whoever is most over its own has to
+be read for that.
 
 A process killed while cleaning leaves no blank segment. Then the youngest holds nothing but copies of records that the
 victim still has, and is blanked at the next start: nothing is lost.
@@ -20,11 +22,13 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+from pagoda.kv.keys import OwnerTag
+from pagoda.kv.tiers.accounts import Accounts
 from pagoda.kv.tiers.base import Tally
 from pagoda.kv.tiers.direct_io import BouncePool, align_up
 from pagoda.kv.tiers.disk_lock import LOCK_NAME
 from pagoda.kv.tiers.disk_segment import Damage, Geometry, Segment, Stub
-from pagoda.kv.tiers.records import ByteArray, RecordId, aligned_empty
+from pagoda.kv.tiers.records import ByteArray, Record, RecordId, aligned_empty, is_over
 
 MIN_SEGMENTS = 3
 _NAME = re.compile(r"segment-\d{6}\.pagoda")
@@ -38,17 +42,28 @@ Retire = Callable[[Segment, Moves], None]
 class SegmentLog:
     """At most `max_segments` files of `geometry` in `folder`. Not thread-safe: one writer at a time.
 
+    `accounts` is what each owner has, which the tier keeps up to date.
+
     Attributes:
         num_segments: files that exist now, each of `segment_bytes`.
     """
 
-    def __init__(self, folder: Path, geometry: Geometry, max_segments: int, pool: BouncePool, tally: Tally) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        geometry: Geometry,
+        max_segments: int,
+        pool: BouncePool,
+        tally: Tally,
+        accounts: Accounts,
+    ) -> None:
         self._folder = folder
         self._geometry = geometry
         self._max_segments = max_segments
         self.num_segments = 0
         self._pool = pool
         self._tally = tally
+        self._accounts = accounts
         self._blank: list[Segment] = []
         self._used: list[Segment] = []
         self._record_sequence = count(1)
@@ -62,9 +77,9 @@ class SegmentLog:
         """The segments that hold records, oldest first."""
         return iter(self._used)
 
-    def place(self, id: RecordId, data: ByteArray, lease_until: float) -> Stub:
+    def place(self, record: Record | Stub, data: ByteArray, lease_until: float) -> Stub:
         """Claim room in the active segment, where `make_room` made it."""
-        return self._used[-1].place(id, data, lease_until, next(self._record_sequence))
+        return self._used[-1].place(record, data, lease_until, next(self._record_sequence))
 
     def load(self) -> dict[RecordId, Stub]:
         """Take over what is in the folder: the newest record of each id. Raises OSError."""
@@ -91,8 +106,9 @@ class SegmentLog:
         self._tally.add("restored", len(index))
         return index
 
-    def make_room(self, num_bytes: int, now: float, retire: Retire) -> bool:
-        """Make the active segment one that fits `num_bytes`; False, and no record dropped, if leases leave no room.
+    def make_room(self, num_bytes: int, owner: OwnerTag, now: float, retire: Retire) -> bool:
+        """Make the active segment one that fits `num_bytes` of an owner; False, and no record dropped, if leases and
+        shares leave no room.
 
         Raises OSError; what was in the log is still there then.
         """
@@ -102,10 +118,10 @@ class SegmentLog:
             if len(self._blank) >= 2:
                 self._begin()
                 continue
-            victim = self._victim(num_bytes, now) if self._blank else None
+            victim = self._victim(num_bytes, owner, now) if self._blank else None
             if victim is None:
                 return False
-            self._clean(victim, num_bytes, now, retire)
+            self._clean(victim, self._survivors(victim, num_bytes, owner, now), retire)
         return True
 
     def close(self) -> None:
@@ -161,39 +177,64 @@ class SegmentLog:
         self._used.append(self._blank.pop())
         return segment
 
-    def _victim(self, num_bytes: int, now: float) -> Segment | None:
-        """The segment to clean: an empty one, else the oldest that is mostly free of leases, else the freest; None
-        if the leases of none leave `num_bytes`.
+    def _victim(self, num_bytes: int, owner: OwnerTag, now: float) -> Segment | None:
+        """The segment to clean: an empty one, else the oldest of which less than half must stay, else the one of which
+        least must; None if none can give `num_bytes`.
         """
         room, slots = self._geometry.data_bytes - align_up(num_bytes), self._geometry.max_records - 1
         half = self._geometry.data_bytes // 2
         candidates: list[tuple[tuple[bool, int, int], Segment]] = []
         for segment in self._used:
-            leased = [_cost(stub) for stub in segment.stubs.values() if stub.lease_until > now]
-            if sum(leased) <= room and len(leased) <= slots:
-                rank = (bool(segment.stubs), max(sum(leased) - half, 0), segment.sequence)
+            kept = [stub.cost for stub in self._kept(segment, owner, now)]
+            if sum(kept) <= room and len(kept) <= slots:
+                rank = (bool(segment.stubs), max(sum(kept) - half, 0), segment.sequence)
                 candidates.append((rank, segment))
         return min(candidates, key=lambda c: c[0])[1] if candidates else None
 
-    def _survivors(self, victim: Segment, num_bytes: int, now: float) -> list[Stub]:
-        """The records of `victim` to keep, in their order: the leased, and the hottest of the others that were hit,
-        within half a segment and within what `num_bytes` leaves.
+    def _kept(self, segment: Segment, taker: OwnerTag, now: float) -> list[Stub]:
+        """The records of a segment that have to stay: the leased, and of each owner what another's record may not take
+        from it, those hit most.
         """
-        stubs = list(victim.stubs.values())
-        kept = [stub for stub in stubs if stub.lease_until > now]
-        room = min(self._geometry.data_bytes // 2, self._geometry.data_bytes - align_up(num_bytes)) - sum(
-            map(_cost, kept)
-        )
-        hot = [stub for stub in stubs if stub.num_hits and stub.lease_until <= now]
-        for stub in sorted(hot, key=lambda stub: -stub.num_hits):
-            room -= _cost(stub)
+        stubs = segment.stubs.values()
+        if len(self._accounts) == 1:
+            return [stub for stub in stubs if stub.lease_until > now]
+        spare = [self._accounts.spare(account, taker) for account in range(len(self._accounts))]
+        kept: list[Stub] = []
+        for stub in sorted(stubs, key=lambda stub: stub.num_hits):
+            account = self._accounts.of(stub.owner)
+            if stub.lease_until > now or (stub.cost > spare[account] and not is_over(stub, now)):
+                kept.append(stub)
+            else:
+                spare[account] -= stub.cost
+        return kept
+
+    def _survivors(self, victim: Segment, num_bytes: int, taker: OwnerTag, now: float) -> list[Stub]:
+        """The records of `victim` to keep, in their order: those that have to stay, and within half a segment and what
+        `num_bytes` leaves the others that were hit or are not of whoever is most over its share, the hottest of those
+        least over first.
+        """
+        kept = self._kept(victim, taker, now)
+        bound = min(self._geometry.data_bytes // 2, self._geometry.data_bytes - align_up(num_bytes))
+        room = bound - sum(stub.cost for stub in kept)
+        losers, stay = self._accounts.losers(taker), {id(stub) for stub in kept}
+        others = [
+            stub
+            for stub in victim.stubs.values()
+            if id(stub) not in stay
+            and not is_over(stub, now)
+            and (stub.num_hits or self._accounts.of(stub.owner) != losers[0])
+        ]
+        for stub in sorted(others, key=self._worth, reverse=True):
+            room -= stub.cost
             if room < 0:
                 break
             kept.append(stub)
         return sorted(kept[: self._geometry.max_records - 1], key=lambda stub: stub.slot)
 
-    def _clean(self, victim: Segment, num_bytes: int, now: float, retire: Retire) -> None:
-        survivors = self._survivors(victim, num_bytes, now)
+    def _worth(self, stub: Stub) -> tuple[float, int]:
+        return -self._accounts.level(self._accounts.of(stub.owner)), stub.num_hits
+
+    def _clean(self, victim: Segment, survivors: list[Stub], retire: Retire) -> None:
         target = self._begin()
         try:
             moves = self._move(survivors, target)
@@ -219,7 +260,7 @@ class SegmentLog:
             if not all(stub.segment.read([stub], [payload], self._pool)):
                 self._tally.add("corrupt_checksum")
                 continue
-            batch.append((stub, self.place(stub.id, payload, stub.lease_until)))
+            batch.append((stub, self.place(stub, payload, stub.lease_until)))
             payloads.append(payload)
             if sum(p.size for p in payloads) >= _MOVE_BYTES:
                 target.write([new for _, new in batch], payloads, self._pool)
@@ -227,7 +268,3 @@ class SegmentLog:
         if batch:
             target.write([new for _, new in batch], payloads, self._pool)
         return moves + batch
-
-
-def _cost(stub: Stub) -> int:
-    return align_up(stub.num_bytes)

@@ -1,8 +1,8 @@
 """Segment: one file of the disk tier, of fixed size, written front to back.
 
     0           4096                      data_start                                segment_bytes
-    | superblock | table: 72 bytes a record | payload 0 | payload 1 | ...  room       |
-                   crc length id first_block checksum lease sequence                   every payload starts on a block
+    | superblock | table: 96 bytes a record | payload 0 | payload 1 | ...  room       |
+                   crc length id first_block checksum lease sequence owner expiry      every payload starts on a block
 
 The table stands apart from the payloads, so that a restart reads a few MiB a segment and payloads keep their
 alignment. An entry is written after its payload, hence a process killed at any instant leaves whole records or none.
@@ -23,16 +23,19 @@ from pathlib import Path
 
 import numpy as np
 
+from pagoda.kv.keys import OWNER_BYTES, OwnerTag
 from pagoda.kv.tiers.checksum import BEST, available, checksum
 from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, open_direct, read_run, write_blocks
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, RecordId
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, Record, RecordId
 
 _MAGIC = b"PAGODASG"
-_VERSION = 1
+_VERSION = 2
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s")  # magic, version, checksum algorithm, segment_bytes, sequence, nonce
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct(f"<I{RECORD_ID_BYTES}sIQdQ")  # length, id, first block, checksum, lease, sequence; after its crc
+# Length, id, first block, checksum, lease, sequence, owner, expiry; after its crc.
+_ENTRY = struct.Struct(f"<I{RECORD_ID_BYTES}sIQdQ{OWNER_BYTES}sd")
 ENTRY_BYTES = _CRC.size + _ENTRY.size
+_OWNER_AT = ENTRY_BYTES - OWNER_BYTES - 8
 _FREE_ENTRY = bytes(ENTRY_BYTES)
 _BYTES_PER_ENTRY = 8 << 10
 _MIN_DATA_BLOCKS = 4
@@ -77,7 +80,14 @@ class Stub:
     checksum: int
     lease_until: float
     sequence: int
+    owner: OwnerTag
+    expires_at: float
     num_hits: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Bytes of the segment that its payload takes."""
+        return align_up(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +183,10 @@ class Segment:
         room = self._geometry.segment_bytes - self._next_offset
         return self._next_slot < self._geometry.max_records and align_up(num_bytes) <= room
 
-    def place(self, id: RecordId, data: ByteArray, lease_until: float, sequence: int) -> Stub:
-        """Claim the next slot and room for a payload that fits, and compute its checksum. Writes nothing."""
+    def place(self, record: Record | Stub, data: ByteArray, lease_until: float, sequence: int) -> Stub:
+        """Claim the next slot and room for a record's payload, which fits, and compute its checksum. Writes nothing."""
         stub = Stub(
-            id,
+            record.id,
             self,
             self._next_slot,
             self._next_offset,
@@ -184,6 +194,8 @@ class Segment:
             checksum(self._algorithm, data),
             lease_until,
             sequence,
+            record.owner,
+            record.expires_at,
         )
         self._next_slot += 1
         self._next_offset += align_up(data.size)
@@ -214,6 +226,22 @@ class Segment:
         """Make the entry of `stub` free for good: no restart finds the record. Raises OSError."""
         self._write_front(_entry_offset(stub.slot), _FREE_ENTRY)
 
+    def erase_owner(self, owner: OwnerTag) -> None:
+        """Make every entry of an owner free, those too that no index knows any more, and wait until the disk has it.
+
+        Raises OSError.
+        """
+        descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            table = os.pread(descriptor, self._geometry.max_records * ENTRY_BYTES, _entry_offset(0))
+            for slot in range(len(table) // ENTRY_BYTES):
+                entry = table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
+                if entry[_OWNER_AT : _OWNER_AT + OWNER_BYTES] == owner:
+                    os.pwrite(descriptor, _FREE_ENTRY, _entry_offset(slot))
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def read(self, stubs: Sequence[Stub], outs: Sequence[ByteArray], pool: BouncePool) -> list[bool]:
         """Read neighbouring payloads into all of `outs`, with one call; which verify. Raises OSError."""
         read_run(self._file, stubs[0].offset, outs, pool)
@@ -225,7 +253,14 @@ class Segment:
 
     def _encode(self, stub: Stub) -> bytes:
         body = _ENTRY.pack(
-            stub.num_bytes, stub.id.to_bytes(), stub.offset // BLOCK, stub.checksum, stub.lease_until, stub.sequence
+            stub.num_bytes,
+            stub.id.to_bytes(),
+            stub.offset // BLOCK,
+            stub.checksum,
+            stub.lease_until,
+            stub.sequence,
+            stub.owner,
+            stub.expires_at,
         )
         return _CRC.pack(zlib.crc32(self._nonce + body)) + body
 
@@ -242,13 +277,13 @@ class Segment:
                 sound = False
                 yield Damage("corrupt_entry")
                 continue
-            num_bytes, id, first_block, digest, lease_until, sequence = _ENTRY.unpack_from(entry, _CRC.size)
+            num_bytes, id, first_block, digest, lease_until, sequence, *about = _ENTRY.unpack_from(entry, _CRC.size)
             offset = first_block * BLOCK
             self._next_offset = max(self._next_offset, offset + align_up(num_bytes))
             if offset + num_bytes > size:
                 yield Damage("truncated_record")
                 continue
-            yield Stub(RecordId.from_bytes(id), self, slot, offset, num_bytes, digest, lease_until, sequence)
+            yield Stub(RecordId.from_bytes(id), self, slot, offset, num_bytes, digest, lease_until, sequence, *about)
         if not sound:
             self.seal()
 

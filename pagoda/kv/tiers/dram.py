@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 
 from pagoda.errors import ConfigError
+from pagoda.kv.keys import OwnerTag
+from pagoda.kv.tiers.accounts import Shares
 from pagoda.kv.tiers.arena import Arena, Extent, PageLock
-from pagoda.kv.tiers.base import LocalTier
+from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.ledger import Entry, Ledger, Policy, lru
 from pagoda.kv.tiers.records import (
     ByteArray,
     Deleted,
     DeleteResult,
+    Expired,
     Found,
     GetResult,
     LookupResult,
@@ -27,12 +31,14 @@ from pagoda.kv.tiers.records import (
     Stored,
     Target,
     Usage,
+    found,
+    is_over,
     readable,
     writable,
 )
 
 
-class DramTier(LocalTier):
+class DramTier(Tier):
     """Host memory, allocated and touched once, with its own budget and policy.
 
     The lock guards bookkeeping alone. Copies run outside it, side by side: a put writes granules that nobody else knows
@@ -42,6 +48,7 @@ class DramTier(LocalTier):
         capacity_bytes: budget; rounded down to whole granules.
         granule_bytes: allocation unit; a record wastes half of one on average.
         policy: sort key of eviction, smallest first; may only grow as an entry ages or is used.
+        shares: what owners have of the budget.
         page_lock: locks the slab for device copies, such as `cuda_page_lock`.
         clock: Unix seconds.
 
@@ -54,6 +61,7 @@ class DramTier(LocalTier):
         *,
         granule_bytes: int = 16 << 10,
         policy: Policy[Extent] = lru,
+        shares: Shares = MappingProxyType({}),
         page_lock: PageLock | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -62,13 +70,14 @@ class DramTier(LocalTier):
         if num_granules < 1:
             raise ConfigError(f"a dram tier needs {granule_bytes} bytes or more, not {capacity_bytes}")
         self._arena = Arena(num_granules, granule_bytes, page_lock)
-        self._ledger: Ledger[Extent] = Ledger(num_granules * granule_bytes, policy)
+        self._ledger: Ledger[Extent] = Ledger(num_granules * granule_bytes, policy, shares)
         self._clock = clock
         self._lock = threading.Lock()
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
+        now = self._clock()
         with self._lock:
-            return [_found(self._ledger.get(id)) for id in ids]
+            return [found(self._ledger.get(id), now) for id in ids]
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
         return [self._put_one(record, readable(record.data)) for record in records]
@@ -77,10 +86,14 @@ class DramTier(LocalTier):
         outs = [writable(target.buffer) for target in targets]
         results: list[GetResult] = [Missing()] * len(targets)
         pinned: list[tuple[Entry[Extent], ByteArray]] = []
+        now = self._clock()
         with self._lock:
             for i, (target, out) in enumerate(zip(targets, outs, strict=True)):
                 entry = self._ledger.get(target.id)
                 if entry is None:
+                    continue
+                if is_over(entry, now):
+                    results[i] = Expired()
                     continue
                 if out.size < entry.num_bytes:
                     results[i] = Rejected(Reason.BUFFER_TOO_SMALL)
@@ -110,17 +123,21 @@ class DramTier(LocalTier):
                 results.append(Missing() if entry is None else Deleted())
         return results
 
+    def _purge(self, owner: OwnerTag) -> int:
+        with self._lock:
+            removed = self._ledger.purge(owner)
+            for entry in removed:
+                self._reclaim(entry)
+        return len(removed)
+
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
+        now = self._clock()
         with self._lock:
             entries = [self._ledger.get(id) for id in ids]
             for entry in entries:
                 if entry is not None:
-                    self._ledger.set_lease(entry, until, self._clock())
-            return [_found(entry) for entry in entries]
-
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
-        with self._lock:
-            return self._ledger.coldest(num_bytes, self._clock())
+                    self._ledger.set_lease(entry, until, now)
+            return [found(entry, now) for entry in entries]
 
     def _scan(self) -> Iterator[RecordInfo]:
         with self._lock:
@@ -128,8 +145,7 @@ class DramTier(LocalTier):
 
     def _usage(self) -> Usage:
         with self._lock:
-            ledger = self._ledger
-            return Usage(ledger.capacity, ledger.used, ledger.payload_bytes, len(ledger))
+            return self._ledger.usage()
 
     def _close(self) -> None:
         self._arena.close()
@@ -139,8 +155,11 @@ class DramTier(LocalTier):
         cost = count * self._arena.granule_bytes
         if cost > self._ledger.capacity:
             return Rejected(Reason.TOO_LARGE)
+        now = self._clock()
         with self._lock:
-            victims = self._ledger.reserve(cost, self._clock())
+            for entry in self._ledger.drop_expired(now):
+                self._reclaim(entry)
+            victims = self._ledger.reserve(cost, record.owner, now)
             if victims is None:
                 return Rejected(Reason.FULL)
             for victim in victims:
@@ -150,7 +169,8 @@ class DramTier(LocalTier):
             self._tally.add("evicted", len(victims))
         self._arena.store(granules, data)
         with self._lock:
-            former = self._ledger.add(Entry(record.id, granules, data.size, cost, record.lease_until), self._clock())
+            entry = Entry(record.id, granules, data.size, cost, record.lease_until, record.owner, record.expires_at)
+            former = self._ledger.add(entry, now)
             if former is not None:
                 self._reclaim(former)
         return Stored(data.size)
@@ -159,7 +179,3 @@ class DramTier(LocalTier):
         """Free the granules of a removed entry, unless its last reader will."""
         if not removed.pins:
             self._arena.give(removed.place)
-
-
-def _found(entry: Entry[Extent] | None) -> LookupResult:
-    return Missing() if entry is None else Found(entry.num_bytes)

@@ -1,26 +1,31 @@
 """EncryptedTier: AES-GCM around the records of any tier.
 
-    stored payload = nonce (12 bytes, random) | ciphertext | tag (16), authenticated together with the record's id
+    stored payload = nonce (12 bytes, random) | owner (16) | expiry (8) | ciphertext | tag (16)
+                     authenticated together with the record's id
 
-So a store that is read by others tells nothing but sizes and ids (which are HMACs), and one that is written by others
-cannot pass off one record as another. A record sealed under another key, or changed, is Corrupt.
+So a store that is read by others tells nothing but sizes, times, and ids and owners (which are HMACs), and one that is
+written by others cannot pass off one record as another, nor one as good after its time. A record sealed under another
+key, or changed, is Corrupt.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from pagoda.kv.tiers.base import LocalTier, Tier
+from pagoda.kv.keys import OWNER_BYTES
+from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import (
     ByteArray,
     Corrupt,
-    DeleteResult,
+    Expired,
     Found,
     GetResult,
     LookupResult,
@@ -36,65 +41,63 @@ from pagoda.kv.tiers.records import (
     readable,
     writable,
 )
+from pagoda.kv.tiers.wrapped import WrappedTier
 
+_ABOUT = struct.Struct(f"<{OWNER_BYTES}sd")
 _NONCE_BYTES = 12
+_HEAD_BYTES = _NONCE_BYTES + _ABOUT.size
 _TAG_BYTES = 16
-SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
+SEAL_BYTES = _HEAD_BYTES + _TAG_BYTES
 
 
-def sealed(inner: Tier, key: bytes) -> Tier:
-    """`inner` with its records sealed; a LocalTier stays one."""
-    return EncryptedLocalTier(inner, key) if isinstance(inner, LocalTier) else EncryptedTier(inner, key)
+class EncryptedTier(WrappedTier):
+    """`inner`, holding sealed records 52 bytes longer. Sizes and `payload_bytes` are those of the callers' payloads."""
 
-
-class EncryptedTier(Tier):
-    """`inner`, holding sealed records 28 bytes longer. Sizes and `payload_bytes` are those of the callers' payloads."""
-
-    def __init__(self, inner: Tier, key: bytes) -> None:
-        super().__init__(f"encrypted {inner.name}")
-        self.inner = inner
+    def __init__(self, inner: Tier, key: bytes, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(inner, f"encrypted {inner.name}")
         self._cipher = AESGCM(key)
+        self._clock = clock
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         return [_opened_size(result) for result in self.inner.lookup(ids)]
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
-        closed = [replace(record, data=self._seal(record)) for record in records]
-        results = self.inner.put(closed)
+        results = self.inner.put([replace(record, data=self._seal(record)) for record in records])
         return [Stored(r.num_bytes - SEAL_BYTES) if isinstance(r, Stored) else r for r in results]
 
     def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
         outs = [writable(target.buffer) for target in targets]
         buffers = [aligned_empty(out.size + SEAL_BYTES) for out in outs]
         found = self.inner.get_into([Target(t.id, b) for t, b in zip(targets, buffers, strict=True)])
-        results: list[GetResult] = []
-        for target, out, buffer, result in zip(targets, outs, buffers, found, strict=True):
-            if not isinstance(result, Found):
-                results.append(result)
-                continue
-            num_bytes = result.num_bytes - SEAL_BYTES
-            data = buffer[: result.num_bytes].data
-            try:
-                self._cipher.decrypt_into(
-                    data[:_NONCE_BYTES], data[_NONCE_BYTES:], target.id.to_bytes(), out[: max(num_bytes, 0)].data
-                )
-            except (InvalidTag, ValueError):
-                self.inner.delete([target.id])
-                results.append(Corrupt("seal"))
-                continue
-            results.append(Found(num_bytes))
-        return results
+        return [
+            self._open(target.id, buffer[: result.num_bytes], out) if isinstance(result, Found) else result
+            for target, out, buffer, result in zip(targets, outs, buffers, found, strict=True)
+        ]
+
+    def _open(self, id: RecordId, sealed: ByteArray, out: ByteArray) -> GetResult:
+        num_bytes = sealed.size - SEAL_BYTES
+        nonce, about, rest = (part.data for part in np.split(sealed, [_NONCE_BYTES, _HEAD_BYTES]))
+        try:
+            self._cipher.decrypt_into(nonce, rest, id.to_bytes() + bytes(about), out[: max(num_bytes, 0)].data)
+        except (InvalidTag, ValueError):
+            self.inner.delete([id])
+            return Corrupt("seal")
+        _, expires_at = _ABOUT.unpack(about)
+        if 0 < expires_at <= self._clock() and not self._has_lease(id):
+            return Expired()
+        return Found(num_bytes)
+
+    def _has_lease(self, id: RecordId) -> bool:
+        """Of a record whose sealed time ran out: whether a lease keeps it, as far as the store can be believed."""
+        return isinstance(self.inner.lookup([id])[0], Found)
 
     def _seal(self, record: Record) -> ByteArray:
         payload = readable(record.data)
         sealed = aligned_empty(payload.size + SEAL_BYTES)
-        nonce = os.urandom(_NONCE_BYTES)
-        sealed[:_NONCE_BYTES] = np.frombuffer(nonce, dtype=np.uint8)
-        self._cipher.encrypt_into(nonce, payload.data, record.id.to_bytes(), sealed[_NONCE_BYTES:].data)
+        nonce, about = os.urandom(_NONCE_BYTES), _ABOUT.pack(record.owner, record.expires_at)
+        sealed[:_HEAD_BYTES] = np.frombuffer(nonce + about, dtype=np.uint8)
+        self._cipher.encrypt_into(nonce, payload.data, record.id.to_bytes() + about, sealed[_HEAD_BYTES:].data)
         return sealed
-
-    def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
-        return self.inner.delete(ids)
 
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
         return [_opened_size(result) for result in self.inner.set_lease(ids, until)]
@@ -107,25 +110,6 @@ class EncryptedTier(Tier):
     def _usage(self) -> Usage:
         usage = self.inner.usage()
         return replace(usage, payload_bytes=usage.payload_bytes - usage.num_records * SEAL_BYTES)
-
-    def stats(self) -> dict[str, int]:
-        """The inner tier's counts, with the outcomes as they are after unsealing."""
-        return self.inner.stats() | self._tally.snapshot()
-
-    def _close(self) -> None:
-        self.inner.close()
-
-
-class EncryptedLocalTier(EncryptedTier, LocalTier):
-    """EncryptedTier around a tier that orders its records."""
-
-    def __init__(self, inner: LocalTier, key: bytes) -> None:
-        super().__init__(inner, key)
-        self._local = inner
-
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
-        infos = self._local.coldest(num_bytes)
-        return [replace(info, num_bytes=max(info.num_bytes - SEAL_BYTES, 0)) for info in infos]
 
 
 def _opened_size(result: LookupResult) -> LookupResult:

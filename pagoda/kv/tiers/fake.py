@@ -10,14 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pagoda.errors import TierError, TierUnavailable
-from pagoda.kv.tiers.base import LocalTier, Tier
+from pagoda.kv.keys import OwnerTag
+from pagoda.kv.tiers.accounts import Shares
+from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.ledger import Entry, Ledger, lru
 from pagoda.kv.tiers.records import (
     Corrupt,
     Deleted,
     DeleteResult,
+    Expired,
     Failed,
     Found,
     GetResult,
@@ -32,17 +36,26 @@ from pagoda.kv.tiers.records import (
     Stored,
     Target,
     Usage,
+    found,
+    is_over,
     readable,
     writable,
 )
+from pagoda.kv.tiers.wrapped import WrappedTier
 
 
-class MemoryTier(LocalTier):
+class MemoryTier(Tier):
     """Every rule of a tier in the fewest lines: `bytes` in a ledger, one lock around everything."""
 
-    def __init__(self, capacity_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        shares: Shares = MappingProxyType({}),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         super().__init__("memory")
-        self._ledger: Ledger[bytes] = Ledger(capacity_bytes, lru)
+        self._ledger: Ledger[bytes] = Ledger(capacity_bytes, lru, shares)
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -68,6 +81,10 @@ class MemoryTier(LocalTier):
                 results.append(Missing() if entry is None else Deleted())
         return results
 
+    def _purge(self, owner: OwnerTag) -> int:
+        with self._lock:
+            return len(self._ledger.purge(owner))
+
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
         with self._lock:
             for id in ids:
@@ -76,41 +93,40 @@ class MemoryTier(LocalTier):
                     self._ledger.set_lease(entry, until, self._clock())
             return [self._find(id) for id in ids]
 
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
-        with self._lock:
-            return self._ledger.coldest(num_bytes, self._clock())
-
     def _scan(self) -> Iterator[RecordInfo]:
         with self._lock:
             return iter([entry.info for entry in self._ledger])
 
     def _usage(self) -> Usage:
         with self._lock:
-            ledger = self._ledger
-            return Usage(ledger.capacity, ledger.used, ledger.payload_bytes, len(ledger))
+            return self._ledger.usage()
 
     def _close(self) -> None:
         pass
 
     def _find(self, id: RecordId) -> LookupResult:
-        entry = self._ledger.get(id)
-        return Missing() if entry is None else Found(entry.num_bytes)
+        return found(self._ledger.get(id), self._clock())
 
     def _put_one(self, record: Record, data: bytes) -> PutResult:
         if len(data) > self._ledger.capacity:
             return Rejected(Reason.TOO_LARGE)
-        victims = self._ledger.reserve(len(data), self._clock())
+        now = self._clock()
+        self._ledger.drop_expired(now)
+        victims = self._ledger.reserve(len(data), record.owner, now)
         if victims is None:
             return Rejected(Reason.FULL)
         if victims:
             self._tally.add("evicted", len(victims))
-        self._ledger.add(Entry(record.id, data, len(data), len(data), record.lease_until), self._clock())
+        size, lease = len(data), record.lease_until
+        self._ledger.add(Entry(record.id, data, size, size, lease, record.owner, record.expires_at), now)
         return Stored(len(data))
 
     def _get_one(self, target: Target) -> GetResult:
         out, entry = writable(target.buffer), self._ledger.get(target.id)
         if entry is None:
             return Missing()
+        if is_over(entry, self._clock()):
+            return Expired()
         if out.size < entry.num_bytes:
             return Rejected(Reason.BUFFER_TOO_SMALL)
         self._ledger.touch(entry)
@@ -148,18 +164,17 @@ class Faults:
         self.running.clear()
 
 
-class FaultyTier(LocalTier):
-    """`inner`, with `faults` in front of each call. `coldest` needs a LocalTier inside."""
+class FaultyTier(WrappedTier):
+    """`inner`, with `faults` in front of each call."""
 
     def __init__(self, inner: Tier, faults: Faults, *, seed: int = 0) -> None:
-        super().__init__(f"faulty {inner.name}")
-        self.inner = inner
+        super().__init__(inner, f"faulty {inner.name}")
         self.faults = faults
         self._random = random.Random(seed)
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         self._suffer(0)
-        return self.inner.lookup(ids)
+        return super()._lookup(ids)
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
         self._suffer(sum(readable(record.data).size for record in records))
@@ -174,31 +189,19 @@ class FaultyTier(LocalTier):
 
     def _delete(self, ids: Sequence[RecordId]) -> list[DeleteResult]:
         self._suffer(0)
-        return self.inner.delete(ids)
+        return super()._delete(ids)
+
+    def _purge(self, owner: OwnerTag) -> int:
+        self._suffer(0)
+        return super()._purge(owner)
 
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
         self._suffer(0)
-        return self.inner.set_lease(ids, until)
-
-    def _coldest(self, num_bytes: int) -> list[RecordInfo]:
-        self._suffer(0)
-        if not isinstance(self.inner, LocalTier):
-            raise TypeError(f"{type(self.inner).__name__} does not order its records")
-        return self.inner.coldest(num_bytes)
+        return super()._set_lease(ids, until)
 
     def _scan(self) -> Iterator[RecordInfo]:
         self._suffer(0)
-        return self.inner.scan()
-
-    def _usage(self) -> Usage:
-        return self.inner.usage()
-
-    def stats(self) -> dict[str, int]:
-        """The inner tier's counts, with the outcomes as they came out after the faults."""
-        return self.inner.stats() | self._tally.snapshot()
-
-    def _close(self) -> None:
-        self.inner.close()
+        return super()._scan()
 
     def _suffer(self, num_bytes: int) -> None:
         self.faults.running.wait()

@@ -1,10 +1,11 @@
 """Pack: the records of one put as one object, so that small blocks are not small requests.
 
-    TIME-WRITER-COUNT.pack    | head | entries: id offset length checksum lease | payload 0 | payload 1 | ...
-    TIME-WRITER-COUNT.note    {"ids": [...], "lease": seconds, or null if they were deleted}
+    TIME-WRITER-OWNER-COUNT.pack    | head | entries: id offset length checksum lease expiry | payload 0 | payload 1 | ...
+    TIME-WRITER-COUNT.note          {"ids": [...], "lease": seconds, or null if they were deleted}
 
 Objects never change. What happens to a record after its pack was written is said by a note, about every record of that
-id in an older object; names sort by time. COUNT is the number of entries, so that one ranged request reads them all.
+id in an older object; names sort by time. COUNT is the number of entries, so that one ranged request reads them all. A
+pack has one owner, whose name it bears: a purge deletes objects, and reads none.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pagoda.errors import CorruptRecord
+from pagoda.kv.keys import OWNER_BYTES, OwnerTag
 from pagoda.kv.tiers.checksum import BEST, available, checksum
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, RecordId
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, Record, RecordId, readable
 
 _MAGIC = b"PAGODAPK"
-_HEAD = struct.Struct("<8sIIII")  # magic, version, checksum algorithm, count, crc of the entries
-_VERSION = 1
-_ENTRY = struct.Struct(f"<{RECORD_ID_BYTES}sQQQd")
+_HEAD = struct.Struct(f"<8sIII{OWNER_BYTES}sI")  # magic, version, checksum algorithm, count, owner, crc of owner and entries
+_VERSION = 2
+_ENTRY = struct.Struct(f"<{RECORD_ID_BYTES}sQQQdd")
 _TIME_DIGITS = 15
-_NAME = re.compile(r"\d{15}-[0-9a-f]{16}-(\d{6})\.(pack|note)")
+_NAME = re.compile(rf"\d{{15}}-[0-9a-f]{{16}}(?:-([0-9a-f]{{{2 * OWNER_BYTES}}}))?-(\d{{6}})\.(pack|note)")
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,8 @@ class Packed:
     checksum: int
     algorithm: int
     lease_until: float
+    owner: OwnerTag
+    expires_at: float
 
     def verifies(self, payload: ByteArray) -> bool:
         """Whether `payload` is what was stored."""
@@ -68,15 +73,32 @@ class Note:
             raise CorruptRecord("a note does not parse") from error
 
 
-def object_name(time_ms: int, writer: str, count: int, kind: str) -> str:
-    """The name of a pack or note."""
-    return f"{time_ms:015}-{writer}-{count:06}.{kind}"
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What an object's name says. A pack without an owner is of a former version."""
+
+    kind: Literal["pack", "note"]
+    num_records: int
+    owner: OwnerTag | None
 
 
-def parse_name(name: str) -> tuple[int, str] | None:
-    """(count, "pack" or "note"), or None for a name that is not ours."""
+def pack_name(time_ms: int, writer: str, owner: OwnerTag, count: int) -> str:
+    """The name of a pack."""
+    return f"{time_ms:015}-{writer}-{owner.hex()}-{count:06}.pack"
+
+
+def note_name(time_ms: int, writer: str, count: int) -> str:
+    """The name of a note."""
+    return f"{time_ms:015}-{writer}-{count:06}.note"
+
+
+def parse_name(name: str) -> Parsed | None:
+    """None for a name that is not ours."""
     match = _NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), match[2])
+    if match is None:
+        return None
+    owner, count, kind = match.groups()
+    return Parsed("note" if kind == "note" else "pack", int(count), None if owner is None else OwnerTag(bytes.fromhex(owner)))
 
 
 def name_ms(name: str) -> int:
@@ -89,29 +111,41 @@ def header_bytes(count: int) -> int:
     return _HEAD.size + count * _ENTRY.size
 
 
-def encode_pack(name: str, records: Sequence[tuple[RecordId, ByteArray, float]]) -> tuple[bytes, list[Packed]]:
-    """The object that holds `records` (id, payload, lease), and where each lies in it."""
+def encode_pack(name: str, owner: OwnerTag, records: Sequence[Record]) -> tuple[bytes, list[Packed]]:
+    """The object that holds `records`, all of one owner, and where each lies in it."""
     offset = header_bytes(len(records))
     packed: list[Packed] = []
-    for id, payload, lease in records:
-        packed.append(Packed(id, name, offset, payload.size, checksum(BEST, payload), BEST, lease))
+    payloads = [readable(record.data) for record in records]
+    for record, payload in zip(records, payloads, strict=True):
+        digest = checksum(BEST, payload)
+        packed.append(
+            Packed(
+                record.id, name, offset, payload.size, digest, BEST, record.lease_until, owner, record.expires_at
+            )
+        )
         offset += payload.size
-    entries = b"".join(_ENTRY.pack(p.id.to_bytes(), p.offset, p.num_bytes, p.checksum, p.lease_until) for p in packed)
-    head = _HEAD.pack(_MAGIC, _VERSION, BEST, len(records), zlib.crc32(entries))
-    return b"".join([head, entries, *(payload.data for _, payload, _ in records)]), packed
+    entries = b"".join(
+        _ENTRY.pack(p.id.to_bytes(), p.offset, p.num_bytes, p.checksum, p.lease_until, p.expires_at) for p in packed
+    )
+    head = _HEAD.pack(_MAGIC, _VERSION, BEST, len(records), owner, zlib.crc32(owner + entries))
+    return b"".join([head, entries, *(payload.data for payload in payloads)]), packed
 
 
-def decode_header(name: str, data: bytes, object_bytes: int) -> list[Packed]:
+def decode_header(name: str, owner: OwnerTag, data: bytes, object_bytes: int) -> list[Packed]:
     """The records of a pack of `object_bytes` whose front is `data`. Raises CorruptRecord."""
     if len(data) < _HEAD.size:
         raise CorruptRecord("a pack is shorter than its head")
-    magic, version, algorithm, count, crc = _HEAD.unpack_from(data)
+    magic, version, algorithm, count, whose, crc = _HEAD.unpack_from(data)
     entries = data[_HEAD.size : header_bytes(count)]
-    if (magic, version) != (_MAGIC, _VERSION) or not available(algorithm) or zlib.crc32(entries) != crc:
+    if (magic, version, whose) != (_MAGIC, _VERSION, owner) or not available(algorithm):
+        raise CorruptRecord("a pack is not what its name says")
+    if zlib.crc32(owner + entries) != crc:
         raise CorruptRecord("a pack's entries do not verify")
     packed: list[Packed] = []
-    for id, offset, num_bytes, digest, lease in _ENTRY.iter_unpack(entries):
+    for id, offset, num_bytes, digest, lease, expires_at in _ENTRY.iter_unpack(entries):
         if offset + num_bytes > object_bytes:
             raise CorruptRecord("a pack is shorter than its entries say")
-        packed.append(Packed(RecordId.from_bytes(id), name, offset, num_bytes, digest, algorithm, lease))
+        packed.append(
+            Packed(RecordId.from_bytes(id), name, offset, num_bytes, digest, algorithm, lease, owner, expires_at)
+        )
     return packed

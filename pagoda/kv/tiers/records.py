@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import TierError
-from pagoda.kv.keys import KEY_BYTES, BlockKey
+from pagoda.kv.keys import KEY_BYTES, NO_OWNER, BlockKey, OwnerTag
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
 ByteArray = npt.NDArray[np.uint8]
@@ -19,6 +20,7 @@ ByteArray = npt.NDArray[np.uint8]
 _PLACE = struct.Struct(">HH")
 RECORD_ID_BYTES = KEY_BYTES + _PLACE.size
 NO_LEASE = 0.0
+NO_EXPIRY = 0.0
 PAGE_BYTES = 4096
 
 
@@ -46,11 +48,19 @@ class RecordId:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What `put` stores. `data` is read before `put` returns and not kept."""
+    """What `put` stores. `data` is read before `put` returns and not kept.
+
+    Attributes:
+        lease_until: before this Unix time it is not dropped to make room.
+        owner: whose it is, as `KeyChain.owner` marks it.
+        expires_at: from this Unix time on it is a miss, unless a lease runs longer.
+    """
 
     id: RecordId
     data: Buffer
     lease_until: float = NO_LEASE
+    owner: OwnerTag = NO_OWNER
+    expires_at: float = NO_EXPIRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,8 @@ class RecordInfo:
     id: RecordId
     num_bytes: int
     lease_until: float
+    owner: OwnerTag
+    expires_at: float
 
 
 class Reason(Enum):
@@ -99,6 +111,11 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Missing:
     """The tier does not have the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired(Missing):
+    """The record was there, and its time is over: a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +153,35 @@ DeleteResult = Deleted | Missing | Failed
 @dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is. `used_bytes` counts everything it occupies, headers and rounding included, and never
-    exceeds `capacity_bytes` (None: bounded only by the service behind it).
+    exceeds `capacity_bytes` (None: bounded only by the service behind it). `owners` has what the records of each owner
+    take: their payloads and what those are rounded up to.
     """
 
     capacity_bytes: int | None
     used_bytes: int
     payload_bytes: int
     num_records: int
+    owners: Mapping[OwnerTag, int]
+
+
+class Kept(Protocol):
+    """What a tier has of a record in its index."""
+
+    num_bytes: int
+    lease_until: float
+    expires_at: float
+
+
+def is_over(kept: Kept, now: float) -> bool:
+    """Whether a record's time and its lease, if it has one, ran out."""
+    return 0 < kept.expires_at <= now and kept.lease_until <= now
+
+
+def found(kept: Kept | None, now: float) -> LookupResult:
+    """What a lookup says of a record."""
+    if kept is None:
+        return Missing()
+    return Expired() if is_over(kept, now) else Found(kept.num_bytes)
 
 
 def readable(buffer: Buffer) -> ByteArray:

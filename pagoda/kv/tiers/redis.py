@@ -1,9 +1,9 @@
 """RedisTier: records in a Redis or Valkey server, shared by every process that reaches it.
 
-    PREFIX + id  ->  lease (8 bytes) | checksum algorithm (4) | checksum (8) | payload
-                     expires after `ttl_s`, or with its lease if that is later
+    PREFIX + id  ->  lease | format, checksum algorithm, checksum, owner, expiry, crc of these | payload
+                     the key expires with the record or after `ttl_s`, or with its lease if that is later
 
-The server owns room and eviction. A lease holds if the server's `maxmemory-policy` is noeviction (the default: it then
+A purge reads the heads of all keys under PREFIX and deletes the owner's. The server owns room and eviction. A lease holds if the server's `maxmemory-policy` is noeviction (the default: it then
 refuses writes when full, which comes back as Rejected) or a `volatile-ttl`; any other may drop leased records.
 """
 
@@ -12,21 +12,28 @@ from __future__ import annotations
 import re
 import struct
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from pagoda.errors import TierError, TierUnavailable
+from pagoda.errors import CorruptRecord, TierError, TierUnavailable
+from pagoda.kv.keys import OWNER_BYTES, OwnerTag
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.checksum import BEST, available, checksum
 from pagoda.kv.tiers.records import (
+    NO_EXPIRY,
     RECORD_ID_BYTES,
     Corrupt,
     Deleted,
     DeleteResult,
+    Expired,
     Failed,
     Found,
     GetResult,
@@ -41,12 +48,17 @@ from pagoda.kv.tiers.records import (
     Stored,
     Target,
     Usage,
+    found,
+    is_over,
     readable,
     writable,
 )
 
-_HEAD = struct.Struct("<dIQ")
+_FORMAT = b"PGD2"
 _LEASE = struct.Struct("<d")
+_ABOUT = struct.Struct(f"<4sIQ{OWNER_BYTES}sd")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _LEASE.size + _ABOUT.size + _CRC.size
 _SCAN_COUNT = 1000
 
 # Keeps the later lease, and the key until it ends: in one step, because several processes write.
@@ -57,24 +69,54 @@ redis.call('SET', KEYS[1], lease .. ARGV[2])
 redis.call('PEXPIREAT', KEYS[1], string.format('%.0f', math.max(struct.unpack('<d', lease) * 1000, tonumber(ARGV[3]))))
 return 1
 """
+# ARGV: lease, when a key without an expiry of its own goes, where in the value that expiry is.
 _SET_LEASE = """
-local size = redis.call('STRLEN', KEYS[1])
-if size == 0 then return 0 end
+local expiry = redis.call('GETRANGE', KEYS[1], ARGV[3], ARGV[3] + 7)
+if #expiry < 8 then return 0 end
 redis.call('SETRANGE', KEYS[1], 0, ARGV[1])
-redis.call('PEXPIREAT', KEYS[1], ARGV[2])
-return size
+local last = struct.unpack('<d', expiry) * 1000
+if last == 0 then last = tonumber(ARGV[2]) end
+redis.call('PEXPIREAT', KEYS[1], string.format('%.0f', math.max(struct.unpack('<d', ARGV[1]) * 1000, last)))
+return 1
 """
+_EXPIRY_AT = _LEASE.size + _ABOUT.size - 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What stands before a payload of `num_bytes`."""
+
+    num_bytes: int
+    lease_until: float
+    algorithm: int
+    checksum: int
+    owner: OwnerTag
+    expires_at: float
+
+    @classmethod
+    def decode(cls, front: bytes, value_bytes: int) -> _Head | None:
+        """Of a value that begins with `front`; None for another format. Raises CorruptRecord."""
+        if len(front) < HEAD_BYTES:
+            raise CorruptRecord("a value is shorter than its head")
+        about = front[_LEASE.size : _LEASE.size + _ABOUT.size]
+        form, algorithm, digest, owner, expires_at = _ABOUT.unpack(about)
+        if form != _FORMAT:
+            return None
+        if _CRC.unpack_from(front, HEAD_BYTES - _CRC.size)[0] != zlib.crc32(about):
+            raise CorruptRecord("a value's head does not verify")
+        (lease_until,) = _LEASE.unpack_from(front)
+        return cls(value_bytes - HEAD_BYTES, lease_until, algorithm, digest, owner, expires_at)
 
 
 class RedisTier(Tier):
     """Keys under `prefix` at `url`.
 
     Args:
-        ttl_s: how long a record without a lease is kept at most, so that nothing stays for ever.
+        ttl_s: how long a record without an expiry is kept at most, so that nothing stays for ever.
         timeout_s: deadline of each request.
         clock: Unix seconds.
 
-    Raises TierUnavailable if the server does not answer.
+    Raises TierUnavailable if the server does not answer. `stats` adds other_format.
     """
 
     def __init__(
@@ -88,7 +130,7 @@ class RedisTier(Tier):
     ) -> None:
         super().__init__("redis")
         self._prefix = prefix.encode()
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._clock = clock
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._put_script = self._client.register_script(_PUT)
@@ -96,10 +138,8 @@ class RedisTier(Tier):
         self._answer(self._client.ping)
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
-        pipeline = self._client.pipeline(transaction=False)
-        for id in ids:
-            pipeline.strlen(self._key(id))
-        return [_found(size) for size in self._answer(pipeline.execute)]
+        now = self._clock()
+        return [found(head, now) for head in self._heads([self._key(id) for id in ids])]
 
     def _put(self, records: Sequence[Record]) -> list[PutResult]:
         return [self._put_one(record) for record in records]
@@ -116,38 +156,70 @@ class RedisTier(Tier):
         except RedisError as error:
             return [Failed(TierError(f"redis: {error}"))] * len(ids)
 
+    def _purge(self, owner: OwnerTag) -> int:
+        return int(self._answer(lambda: sum(self._purge_keys(owner, keys) for keys in _batches(self._keys()))))
+
+    def _purge_keys(self, owner: OwnerTag, keys: Sequence[bytes]) -> int:
+        mine = [key for key, head in zip(keys, self._heads(keys), strict=True) if head and head.owner == owner]
+        return int(self._client.unlink(*mine)) if mine else 0
+
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
-        expiry = self._expiry_ms(until)
-        arguments: list[Any] = [_LEASE.pack(until), expiry]
+        arguments: list[Any] = [_LEASE.pack(until), self._expiry_ms(NO_EXPIRY), _EXPIRY_AT]
         try:
-            return [_found(self._lease_script(keys=[self._key(id)], args=arguments)) for id in ids]
+            for id in ids:
+                self._lease_script(keys=[self._key(id)], args=arguments)
         except RedisError as error:
             raise TierUnavailable(f"redis: {error}") from error
+        return self._lookup(ids)
 
     def _scan(self) -> Iterator[RecordInfo]:
-        for key in self._client.scan_iter(
-            match=re.sub(rb"([][*?\\^])", rb"\\\1", self._prefix) + b"*", count=_SCAN_COUNT
-        ):
-            try:
-                id = RecordId.from_bytes(key[len(self._prefix) :])
-            except ValueError:
-                continue
-            head, size = self._client.getrange(key, 0, _LEASE.size - 1), self._client.strlen(key)
-            if size >= _HEAD.size:
-                yield RecordInfo(id, size - _HEAD.size, _LEASE.unpack(head)[0])
+        for keys in _batches(self._keys()):
+            for key, head in zip(keys, self._heads(keys), strict=True):
+                if head is not None:
+                    id = RecordId.from_bytes(key[len(self._prefix) :])
+                    yield RecordInfo(id, head.num_bytes, head.lease_until, head.owner, head.expires_at)
+
+    def _keys(self) -> Iterator[bytes]:
+        """The keys that name records."""
+        pattern = re.sub(rb"([][*?\\^])", rb"\\\1", self._prefix) + b"*"
+        for key in self._client.scan_iter(match=pattern, count=_SCAN_COUNT):
+            if len(key) == len(self._prefix) + RECORD_ID_BYTES:
+                yield key
+
+    def _heads(self, keys: Sequence[bytes]) -> list[_Head | None]:
+        """What stands at these keys; None where there is nothing, or nothing of this format."""
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.getrange(key, 0, HEAD_BYTES - 1)
+            pipeline.strlen(key)
+        answers = self._answer(pipeline.execute) if keys else []
+        return [self._head(front, size) for front, size in zip(answers[::2], answers[1::2], strict=True)]
+
+    def _head(self, front: bytes, value_bytes: int) -> _Head | None:
+        try:
+            head = _Head.decode(front, value_bytes)
+        except CorruptRecord:
+            return None
+        if head is None:
+            self._tally.add("other_format")
+        return head
 
     def _usage(self) -> Usage:
-        sizes = [info.num_bytes for info in self._answer(lambda: list(self._scan()))]
-        used = sum(sizes) + len(sizes) * (_HEAD.size + len(self._prefix) + RECORD_ID_BYTES)
-        return Usage(None, used, sum(sizes), len(sizes))
+        infos = self._answer(lambda: list(self._scan()))
+        owners = Counter[OwnerTag]()
+        for info in infos:
+            owners[info.owner] += info.num_bytes
+        overhead = len(infos) * (HEAD_BYTES + len(self._prefix) + RECORD_ID_BYTES)
+        return Usage(None, owners.total() + overhead, owners.total(), len(infos), owners)
 
     def _close(self) -> None:
         self._client.close()
 
     def _put_one(self, record: Record) -> PutResult:
         payload = readable(record.data)
-        body = _HEAD.pack(0.0, BEST, checksum(BEST, payload))[_LEASE.size :] + payload.tobytes()
-        arguments: list[Any] = [_LEASE.pack(record.lease_until), body, self._expiry_ms(record.lease_until)]
+        about = _ABOUT.pack(_FORMAT, BEST, checksum(BEST, payload), record.owner, record.expires_at)
+        body = about + _CRC.pack(zlib.crc32(about)) + payload.tobytes()
+        arguments: list[Any] = [_LEASE.pack(record.lease_until), body, self._expiry_ms(record.expires_at)]
         try:
             self._put_script(keys=[self._key(record.id)], args=arguments)
         except OutOfMemoryError:
@@ -164,11 +236,17 @@ class RedisTier(Tier):
             return Failed(TierError(f"redis: {error}"))
         if value is None:
             return Missing()
-        if len(value) < _HEAD.size:
+        try:
+            head = _Head.decode(value[:HEAD_BYTES], len(value))
+        except CorruptRecord:
             return self._corrupt(target.id, "head")
-        _, algorithm, digest = _HEAD.unpack_from(value)
-        payload = np.frombuffer(value, dtype=np.uint8, offset=_HEAD.size) if len(value) > _HEAD.size else out[:0]
-        if not available(algorithm) or checksum(algorithm, payload) != digest:
+        if head is None:
+            self._tally.add("other_format")
+            return Missing()
+        if is_over(head, self._clock()):
+            return Expired()
+        payload = np.frombuffer(value, dtype=np.uint8)[HEAD_BYTES:]
+        if not available(head.algorithm) or checksum(head.algorithm, payload) != head.checksum:
             return self._corrupt(target.id, "checksum")
         if out.size < payload.size:
             return Rejected(Reason.BUFFER_TOO_SMALL)
@@ -182,8 +260,8 @@ class RedisTier(Tier):
     def _key(self, id: RecordId) -> bytes:
         return self._prefix + id.to_bytes()
 
-    def _expiry_ms(self, lease_until: float) -> int:
-        return int(max(self._clock() + self._ttl_s, lease_until) * 1000)
+    def _expiry_ms(self, expires_at: float) -> int:
+        return int((expires_at or self._clock() + self.ttl_s) * 1000)
 
     def _answer(self, request: Callable[[], Any]) -> Any:
         try:
@@ -192,5 +270,6 @@ class RedisTier(Tier):
             raise TierUnavailable(f"redis: {error}") from error
 
 
-def _found(value_bytes: int) -> LookupResult:
-    return Found(value_bytes - _HEAD.size) if value_bytes >= _HEAD.size else Missing()
+def _batches(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
+    while batch := list(islice(keys, _SCAN_COUNT)):
+        yield batch

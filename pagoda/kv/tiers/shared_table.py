@@ -8,7 +8,7 @@ and who is where is computed from the rows, by column. A row's `state` is writte
 when it goes, so a process killed between any two stores leaves a record that is whole, or a WRITING one of a dead
 owner, or MEMBERs of a head that is no longer theirs (another `generation`), and the latter two count as free.
 
-Owners are known by process id, so all processes must see the same ids (one container, or a shared namespace). A living
+Writers are known by process id, so all processes must see the same ids (one container, or a shared namespace). A living
 writer that takes over WRITE_DEADLINE_S loses its rows; should it still write, the checksum of whoever has them tells.
 
 Callers hold the file's lock, which the kernel drops when its holder dies.
@@ -25,18 +25,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, RecordId
+from pagoda.kv.keys import OWNER_BYTES, OwnerTag
+from pagoda.kv.tiers.records import (
+    NO_EXPIRY,
+    RECORD_ID_BYTES,
+    Expired,
+    Found,
+    LookupResult,
+    Missing,
+    RecordId,
+    RecordInfo,
+)
 
 FREE, WRITING, HEAD, MEMBER = range(4)
 WRITE_DEADLINE_S = 30.0
+_NOBODY = np.iinfo(np.uint64).max
 
 ROW = np.dtype(
     [
         ("state", "<u4"),
         ("head", "<u4"),
         ("order", "<u4"),
-        ("owner", "<u4"),
-        ("owner_start", "<u8"),
+        ("writer", "<u4"),
+        ("writer_start", "<u8"),
         ("generation", "<u8"),
         ("prefix", "<u8"),
         ("id", f"V{RECORD_ID_BYTES}"),
@@ -44,7 +55,9 @@ ROW = np.dtype(
         ("num_bytes", "<u8"),
         ("checksum", "<u8"),
         ("seal", "<u8"),
+        ("owner", "<u8", OWNER_BYTES // 8),
         ("lease_until", "<f8"),
+        ("expires_at", "<f8"),
         ("last_used", "<u8"),
         ("written_at", "<f8"),
     ]
@@ -54,14 +67,14 @@ Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class Writer:
     """A process, told from a later one with the same number by its start time."""
 
     pid: int
     start: int
 
     @classmethod
-    def this_process(cls) -> Owner:
+    def this_process(cls) -> Writer:
         """The calling process."""
         return cls(os.getpid(), process_start(os.getpid()))
 
@@ -82,6 +95,17 @@ class SharedTable:
         self._header = header
         self.rows = rows
         self._column = {name: rows[name] for name in ROW.names or ()}
+
+    def info(self, head: int) -> RecordInfo:
+        """What the row of a record says."""
+        row = self.rows[head]
+        return RecordInfo(
+            RecordId.from_bytes(row["id"].tobytes()),
+            int(row["num_bytes"]),
+            float(row["lease_until"]),
+            OwnerTag(row["owner"].tobytes()),
+            float(row["expires_at"]),
+        )
 
     def tick(self) -> int:
         """A number larger than all before: a generation, or a time of use."""
@@ -112,7 +136,7 @@ class SharedTable:
         """Rows that may be taken: free ones, and what dead or overdue writers and removed heads left behind."""
         column = self._column
         for row in np.flatnonzero(column["state"] == WRITING):
-            alive = process_start(int(column["owner"][row])) == column["owner_start"][row]
+            alive = process_start(int(column["writer"][row])) == column["writer_start"][row]
             if not alive or now - column["written_at"][row] > WRITE_DEADLINE_S:
                 column["state"][row] = FREE
         head_state = column["state"][column["head"]]
@@ -121,22 +145,57 @@ class SharedTable:
         )
         return np.flatnonzero((column["state"] == FREE) | ((column["state"] == MEMBER) & ~has_head))
 
+    def is_over(self, heads: Rows, now: float) -> npt.NDArray[np.bool_]:
+        """For each of these records, whether its time, and its lease if it has one, ran out."""
+        expires_at, lease_until = self._column["expires_at"][heads], self._column["lease_until"][heads]
+        over: npt.NDArray[np.bool_] = (expires_at > 0) & (expires_at <= now) & (lease_until <= now)
+        return over
+
+    def answer(self, heads: Sequence[int | None], now: float) -> list[LookupResult]:
+        """What a lookup says of records, of which None are not there."""
+        known = [head for head in heads if head is not None]
+        over = dict(zip(known, self.is_over(np.array(known, dtype=np.int64), now).tolist(), strict=True))
+        sizes = self._column["num_bytes"]
+        return [
+            Missing() if head is None else Expired() if over[head] else Found(int(sizes[head])) for head in heads
+        ]
+
     def evictable(self, now: float) -> Rows:
         """Heads without a running lease, least recently used first."""
         heads = self.heads()
         heads = heads[self._column["lease_until"][heads] <= now]
         return heads[np.argsort(self._column["last_used"][heads], kind="stable")]
 
-    def claim(self, rows: Rows, id: RecordId, owner: Owner, now: float) -> int:
+    def belongs(self, rows: Rows, owner: OwnerTag) -> npt.NDArray[np.bool_]:
+        """For each of these rows, whether its record is this owner's."""
+        mine: npt.NDArray[np.bool_] = (self._column["owner"][rows] == np.frombuffer(owner, "<u8")).all(axis=1)
+        return mine
+
+    def num_rows(self, heads: Rows, granule_bytes: int) -> Rows:
+        """How many rows each of these records has."""
+        return np.maximum(1, -(-self._column["num_bytes"][heads].astype(np.int64) // granule_bytes))
+
+    def purge(self, owner: OwnerTag) -> int:
+        """Remove an owner's records; returns how many. Those being written lose their owner, and are not published."""
+        heads = self.heads()
+        heads = heads[self.belongs(heads, owner)]
+        for head in heads:
+            self.remove(int(head))
+        writing = np.flatnonzero(self._column["state"] == WRITING)
+        self._column["owner"][writing[self.belongs(writing, owner)]] = _NOBODY
+        return int(heads.size)
+
+    def claim(self, rows: Rows, id: RecordId, writer: Writer, owner: OwnerTag, now: float) -> int:
         """Make `rows`, which are free, one record that is being written; its generation."""
         column, generation, head = self._column, self.tick(), rows[0]
         column["state"][rows] = FREE
         column["generation"][rows] = generation
         column["head"][rows] = head
         column["order"][rows] = np.arange(rows.size)
-        column["owner"][head], column["owner_start"][head], column["written_at"][head] = owner.pid, owner.start, now
+        column["writer"][head], column["writer_start"][head], column["written_at"][head] = writer.pid, writer.start, now
         name = id.to_bytes()
         column["id"][head], column["prefix"][head] = np.void(name), _prefix(name)
+        column["owner"][head], column["expires_at"][head] = np.frombuffer(owner, "<u8"), NO_EXPIRY
         column["state"][head] = WRITING
         column["state"][rows[1:]] = MEMBER
         return generation

@@ -7,7 +7,8 @@
     redis://HOST:PORT/DB  rediss://  unix://SOCKET            Redis or Valkey
 
 Any of them may end in `?write=through` (each full block at once) or `?write=back` (what the device evicts), and in
-`?codec=NAME`: how blocks are stored there (`split`, `int8`, ...; see docs/formats.md). Both are joined by `&`.
+`?codec=NAME`: how blocks are stored there (`split`, `int8`, ...; see docs/formats.md), and in `?ttl=7d`: how long they
+are kept at most (`s`, `m`, `h`, `d`). They are joined by `&`.
 Sizes take B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB and K, M, G, T (of 1024).
 """
 
@@ -18,14 +19,16 @@ import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 from pagoda.errors import ConfigError
-from pagoda.kv.sizes import parse_size
+from pagoda.kv.sizes import parse_duration, parse_size
+from pagoda.kv.tiers.accounts import Shares
 from pagoda.kv.tiers.base import Tier
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
-_OPTION = re.compile(r"(.+)[?&](write|codec)=([^?&]*)")
+_OPTION = re.compile(r"(.+)[?&](write|codec|ttl)=([^?&]*)")
 _REQUEST_TIMEOUT = timedelta(seconds=10)
 _MAX_RETRIES = 2
 
@@ -40,6 +43,7 @@ class TierSpec:
         capacity_bytes: its budget; None where the service behind it has its own.
         write: when it gets a block, as the hierarchy calls it; empty for what suits its kind.
         codec: how blocks are stored there; empty for as they are.
+        ttl_s: how long a record lasts there at most; None: as its kind has it.
     """
 
     kind: str
@@ -47,6 +51,7 @@ class TierSpec:
     capacity_bytes: int | None
     write: str = ""
     codec: str = ""
+    ttl_s: float | None = None
 
 
 def parse_tier(text: str) -> TierSpec:
@@ -57,7 +62,11 @@ def parse_tier(text: str) -> TierSpec:
         if name in options or not value:
             raise ConfigError(f"the tier {text!r} does not say what {name} is, or says it twice")
         options[name] = value
-    return replace(_parse_place(place), write=options.get("write", ""), codec=options.get("codec", ""))
+    try:
+        ttl_s = parse_duration(options["ttl"]) if "ttl" in options else None
+    except ConfigError as error:
+        raise ConfigError(f"the tier {text!r} has a wrong ttl: {error}") from None
+    return replace(_parse_place(place), write=options.get("write", ""), codec=options.get("codec", ""), ttl_s=ttl_s)
 
 
 def _parse_place(text: str) -> TierSpec:
@@ -90,21 +99,24 @@ def _size(text: str, size: str) -> int:
         raise ConfigError(f"the tier {text!r} has a wrong size: {error}") from None
 
 
-def open_tier(spec: TierSpec, *, key: bytes | None = None) -> Tier:
+def open_tier(spec: TierSpec, *, key: bytes | None = None, shares: Shares = MappingProxyType({})) -> Tier:
     """Open the tier that `spec` describes, its records sealed if there is a `key`. The codec is the caller's to add.
+
+    `shares` are of a tier that evicts by itself: in Redis and object stores the service decides.
 
     Raises ConfigError for a setting that cannot work or an extra that is not installed, TierUnavailable if the tier
     does not answer.
     """
-    tier = _open(spec)
+    tier = _open(spec, shares)
+    tier.ttl_s = spec.ttl_s or tier.ttl_s
     if key is None:
         return tier
     try:
-        from pagoda.kv.tiers.encrypted import sealed
+        from pagoda.kv.tiers.encrypted import EncryptedTier
     except ImportError as error:
         tier.close()
         raise _missing("encryption", "cryptography") from error
-    return sealed(tier, key)
+    return EncryptedTier(tier, key)
 
 
 def load_key(source: str) -> bytes:
@@ -123,20 +135,21 @@ def load_key(source: str) -> bytes:
     return key
 
 
-def _open(spec: TierSpec) -> Tier:
+def _open(spec: TierSpec, shares: Shares) -> Tier:
     match spec:
         case TierSpec("dram", _, int(capacity)):
             from pagoda.kv.tiers.dram import DramTier
 
-            return DramTier(capacity)
+            return DramTier(capacity, shares=shares)
         case TierSpec("disk", folder, int(capacity)):
             from pagoda.kv.tiers.disk import DiskTier
 
-            return DiskTier(Path(folder), capacity)
+            return DiskTier(Path(folder), capacity, shares=shares)
         case TierSpec("shm", name, int(capacity)):
             from pagoda.kv.tiers.shared import SharedTier
 
-            return SharedTier(Path(name) if "/" in name else Path(f"/dev/shm/pagoda-{name}"), capacity)
+            path = Path(name) if "/" in name else Path(f"/dev/shm/pagoda-{name}")
+            return SharedTier(path, capacity, shares=shares)
         case TierSpec("object", url, _):
             return _open_object(url)
         case TierSpec("redis", url, _):

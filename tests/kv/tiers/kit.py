@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pagoda.kv.keys import BlockKey
+from pagoda.kv.keys import NO_OWNER, OWNER_BYTES, BlockKey, OwnerTag
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.disk import DiskTier
 from pagoda.kv.tiers.dram import DramTier
@@ -43,12 +44,15 @@ class Clock:
 class Maker:
     """How to open one kind of tier.
 
-    `capacity_bytes` bounds a tier of `bounded` kind; an opened tier lives in `folder` if it lives anywhere.
+    `capacity_bytes` bounds a tier of `bounded` kind; an opened tier lives in `folder` if it lives anywhere, and is there
+    again when it is opened again if it is `lasting`. One that `has_shares` takes `shares`.
     """
 
     name: str
-    open: Callable[[int, Clock, Path], Tier]
+    open: Callable[..., Tier]
     bounded: bool = True
+    lasting: bool = True
+    has_shares: bool = False
 
 
 def object_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
@@ -119,29 +123,49 @@ def s3_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
     return ObjectTier(store, str(folder), capacity_bytes=capacity, clock=clock)
 
 
-def encrypted_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
+def encrypted_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
     """Around a disk tier; skips the test where the extra is not installed."""
     pytest.importorskip("cryptography", reason="encryption needs the extra 'encryption'")
-    from pagoda.kv.tiers.encrypted import sealed
+    from pagoda.kv.tiers.encrypted import EncryptedTier
 
-    return sealed(DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock), bytes(range(32)))
+    return EncryptedTier(disk_tier(capacity, clock, folder, **options), bytes(range(32)), clock=clock)
 
 
-def shared_tier(capacity: int, clock: Clock, folder: Path) -> Tier:
-    return SharedTier(folder / "pool", capacity, granule_bytes=4 * KIB, clock=clock)
+def memory_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
+    return MemoryTier(capacity, clock=clock, **options)
+
+
+def faulty_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
+    return FaultyTier(MemoryTier(capacity, clock=clock, **options), Faults())
+
+
+def dram_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
+    return DramTier(capacity, granule_bytes=4 * KIB, clock=clock, **options)
+
+
+def disk_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
+    return DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock, **options)
+
+
+def shared_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:
+    return SharedTier(folder / "pool", capacity, granule_bytes=4 * KIB, clock=clock, **options)
 
 
 MAKERS = [
-    Maker("memory", lambda capacity, clock, folder: MemoryTier(capacity, clock=clock)),
-    Maker("faulty", lambda capacity, clock, folder: FaultyTier(MemoryTier(capacity, clock=clock), Faults())),
-    Maker("dram", lambda capacity, clock, folder: DramTier(capacity, granule_bytes=4 * KIB, clock=clock)),
-    Maker("disk", lambda capacity, clock, folder: DiskTier(folder, capacity, segment_bytes=64 * KIB, clock=clock)),
-    Maker("object", lambda capacity, clock, folder: object_tier(capacity, clock, folder)),
-    Maker("s3", lambda capacity, clock, folder: s3_tier(capacity, clock, folder)),
-    Maker("shared", lambda capacity, clock, folder: shared_tier(capacity, clock, folder)),
-    Maker("encrypted", lambda capacity, clock, folder: encrypted_tier(capacity, clock, folder)),
-    Maker("redis", lambda capacity, clock, folder: redis_tier(capacity, clock, folder), bounded=False),
+    Maker("memory", memory_tier, lasting=False, has_shares=True),
+    Maker("faulty", faulty_tier, lasting=False, has_shares=True),
+    Maker("dram", dram_tier, lasting=False, has_shares=True),
+    Maker("disk", disk_tier, has_shares=True),
+    Maker("object", object_tier),
+    Maker("s3", s3_tier),
+    Maker("shared", shared_tier, has_shares=True),
+    Maker("encrypted", encrypted_tier, has_shares=True),
+    Maker("redis", redis_tier, bounded=False),
 ]
+
+
+def tag(name: str) -> OwnerTag:
+    return OwnerTag(hashlib.sha256(name.encode()).digest()[:OWNER_BYTES])
 
 
 def rid(number: int, group: int = 0, shard: int = 0) -> RecordId:
@@ -152,8 +176,16 @@ def payload(seed: int, num_bytes: int) -> bytes:
     return np.random.default_rng(seed).bytes(num_bytes)
 
 
-def record(number: int, num_bytes: int = 8 * KIB, *, version: int = 0, lease_until: float = 0.0) -> Record:
-    return Record(rid(number), payload(number + 1_000_003 * version, num_bytes), lease_until)
+def record(
+    number: int,
+    num_bytes: int = 8 * KIB,
+    *,
+    version: int = 0,
+    lease_until: float = 0.0,
+    owner: OwnerTag = NO_OWNER,
+    expires_at: float = 0.0,
+) -> Record:
+    return Record(rid(number), payload(number + 1_000_003 * version, num_bytes), lease_until, owner, expires_at)
 
 
 def get(tier: Tier, id: RecordId, room: int = 64 * KIB) -> tuple[GetResult, bytes]:

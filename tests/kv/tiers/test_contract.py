@@ -11,11 +11,26 @@ import numpy as np
 import pytest
 
 from pagoda.errors import TierUnavailable
-from pagoda.kv.tiers.base import LocalTier, Tier
-from pagoda.kv.tiers.records import Deleted, Found, Missing, Reason, Record, RecordId, Rejected, Stored, Target
-from tests.kv.tiers.kit import KIB, MAKERS, Clock, Maker, get, payload, record, rid
+from pagoda.kv.keys import NO_OWNER, OwnerTag
+from pagoda.kv.tenants import Share
+from pagoda.kv.tiers.accounts import Shares
+from pagoda.kv.tiers.base import Tier
+from pagoda.kv.tiers.records import (
+    Deleted,
+    Expired,
+    Found,
+    Missing,
+    Reason,
+    Record,
+    RecordId,
+    Rejected,
+    Stored,
+    Target,
+)
+from tests.kv.tiers.kit import KIB, MAKERS, Clock, Maker, get, payload, record, rid, tag
 
 CAPACITY = 512 * KIB
+A, B, C = tag("a"), tag("b"), tag("c")
 
 
 @pytest.fixture(params=MAKERS, ids=lambda maker: maker.name)
@@ -214,28 +229,121 @@ def test_deletion_ends_a_lease(tier: Tier, clock: Clock) -> None:
     assert tier.usage().num_records == 0
 
 
-def test_coldest_names_what_goes_first_leased_ones_last_and_changes_nothing(tier: Tier, clock: Clock) -> None:
-    if not isinstance(tier, LocalTier):
-        pytest.skip("the service behind it orders its records")
-    tier.put([record(0, lease_until=clock.now + 60)])
-    tier.put([record(n) for n in range(1, 5)])
-    before = tier.usage()
-    assert tier.coldest(0) == []
-    assert [i.id for i in tier.coldest(1)] == [rid(1)]
-    assert [i.id for i in tier.coldest(24 * KIB)] == [rid(1), rid(2), rid(3)]
-    everything = tier.coldest(1 << 30)
-    assert [i.id for i in everything] == [rid(n) for n in (1, 2, 3, 4, 0)]
-    assert everything[-1].lease_until == clock.now + 60
-    assert tier.usage() == before
+def test_whose_a_record_is_and_when_it_expires_are_kept_with_it(maker: Maker, tmp_path: Path, clock: Clock) -> None:
+    def owners(tier: Tier) -> dict[RecordId, tuple[OwnerTag, float]]:
+        return {info.id: (info.owner, info.expires_at - clock.now) for info in tier.scan()}
+
+    with maker.open(CAPACITY, clock, tmp_path) as tier:
+        tier.put([record(0, owner=A, expires_at=clock.now + 60), record(1, owner=B, expires_at=clock.now + 90)])
+        tier.put([record(1, version=1, owner=A, expires_at=clock.now + 30)])
+        tier.set_lease([rid(0)], clock.now + 10)
+        expected = {rid(0): (A, 60), rid(1): (A, 30)}
+        assert owners(tier) == expected
+        usage = tier.usage()
+        assert usage.owners.keys() == {A}
+        assert usage.payload_bytes <= usage.owners[A] <= usage.used_bytes
+    if maker.lasting:
+        with maker.open(CAPACITY, clock, tmp_path) as tier:
+            assert owners(tier) == expected
+            assert tier.usage() == usage
 
 
-def test_queries_do_not_count_as_use(tier: Tier) -> None:
-    if not isinstance(tier, LocalTier):
-        pytest.skip("the service behind it orders its records")
-    tier.put([record(n) for n in range(3)])
-    tier.lookup([rid(0)])
-    list(tier.scan())
-    assert [i.id for i in tier.coldest(1)] == [rid(0)]
+def test_a_record_is_a_counted_miss_from_its_expiry_on(tier: Tier, clock: Clock) -> None:
+    tier.put([record(0, expires_at=clock.now + 60), record(1, expires_at=clock.now + 61), record(2)])
+    clock.now += 60
+    assert tier.lookup([rid(n) for n in range(3)]) == [Expired(), Found(8 * KIB), Found(8 * KIB)]
+    assert get(tier, rid(0))[0] == Expired()
+    assert get(tier, rid(1), 8 * KIB) == (Found(8 * KIB), record(1).data)
+    assert tier.stats()["expired"] == 2
+    assert tier.put([record(0, version=1, expires_at=clock.now + 60)]) == [Stored(8 * KIB)]
+    assert get(tier, rid(0), 8 * KIB) == (Found(8 * KIB), record(0, version=1).data)
+
+
+def test_a_lease_outlives_an_expiry(tier: Tier, clock: Clock) -> None:
+    tier.put([record(0, expires_at=clock.now + 10, lease_until=clock.now + 30)])
+    tier.put([record(1, expires_at=clock.now + 10)])
+    assert tier.set_lease([rid(1)], clock.now + 60) == [Found(8 * KIB)]
+    clock.now += 20
+    for number in range(2):
+        assert get(tier, rid(number), 8 * KIB) == (Found(8 * KIB), record(number).data)
+    clock.now += 20
+    assert tier.lookup([rid(0), rid(1)]) == [Expired(), Found(8 * KIB)]
+    tier.set_lease([rid(1)], 0.0)
+    assert isinstance(get(tier, rid(1))[0], Missing)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_the_room_of_what_expired_is_used_again(tier: Tier, clock: Clock) -> None:
+    number = 0
+    while tier.put([record(number, expires_at=clock.now + 5)]) == [Stored(8 * KIB)] and not tier.stats().get("evicted"):
+        number += 1
+    clock.now += 6
+    tier.put([record(n, lease_until=clock.now + 60) for n in range(1000, 1004)])
+    assert tier.lookup([rid(n) for n in range(1000, 1004)]) == [Found(8 * KIB)] * 4
+    assert tier.usage().used_bytes <= CAPACITY
+
+
+def test_a_purge_takes_all_of_an_owner_leased_or_not_and_for_good(maker: Maker, tmp_path: Path, clock: Clock) -> None:
+    with maker.open(CAPACITY, clock, tmp_path) as tier:
+        tier.put([record(n, owner=A if n % 3 else B) for n in range(12)])
+        tier.put([record(20, owner=A, lease_until=clock.now + 60), record(20, version=1, owner=A)])
+        tier.put([record(21)])
+        assert tier.purge(A) == 9
+        assert tier.purge(A) == 0
+        left = [rid(n) for n in (0, 3, 6, 9, 21)]
+        assert tier.lookup(left) == [Found(8 * KIB)] * 5
+        assert tier.lookup([rid(n) for n in (1, 2, 4, 5, 20)]) == [Missing()] * 5
+        assert tier.usage().owners.keys() == {B, NO_OWNER}
+        assert tier.usage().num_records == 5
+        assert tier.stats()["purged"] == 9
+        tier.put([record(1, version=1, owner=A)])
+        assert get(tier, rid(1), 8 * KIB) == (Found(8 * KIB), record(1, version=1).data)
+    if maker.lasting:
+        with maker.open(CAPACITY, clock, tmp_path) as tier:
+            assert {info.id for info in tier.scan()} == {*left, rid(1)}
+            assert get(tier, rid(1), 8 * KIB)[1] == record(1, version=1).data
+
+
+def shared_out(maker: Maker, clock: Clock, folder: Path, shares: Shares) -> Tier:
+    if not maker.has_shares:
+        pytest.skip("the service behind it decides what goes")
+    return maker.open(CAPACITY, clock, folder, shares=shares)
+
+
+def present(tier: Tier, numbers: range) -> list[int]:
+    ids = [rid(n) for n in numbers]
+    return [n for n, found in zip(numbers, tier.lookup(ids), strict=True) if isinstance(found, Found)]
+
+
+def test_nobody_takes_what_is_guaranteed(maker: Maker, clock: Clock, tmp_path: Path) -> None:
+    with shared_out(maker, clock, tmp_path, {A: Share(guaranteed=0.5)}) as tier:
+        tier.put([record(n, owner=A) for n in range(12)])
+        for number in range(100, 400):
+            assert tier.put([record(number, owner=B if number % 2 else C)]) == [Stored(8 * KIB)]
+        assert present(tier, range(12)) == list(range(12))
+        for number in range(12, 400):  # more than its share: it gives way to itself
+            tier.put([record(1000 + number, owner=A)])
+        assert present(tier, range(1000, 1400))[-1] == 1399
+
+
+def test_what_is_over_its_share_gives_way_down_to_it(maker: Maker, clock: Clock, tmp_path: Path) -> None:
+    with shared_out(maker, clock, tmp_path, {A: Share(guaranteed=0.5)}) as tier:
+        tier.put([record(n, owner=A) for n in range(200)])
+        most = tier.usage().owners[A]
+        for number in range(200, 600):
+            assert tier.put([record(number, owner=B)]) == [Stored(8 * KIB)]
+        owners = tier.usage().owners
+        assert 0.4 * most <= owners[A] <= 0.7 * most
+        assert owners[B] >= 0.25 * most
+        assert tier.usage().used_bytes <= CAPACITY
+
+
+def test_the_rest_is_shared_by_weight(maker: Maker, clock: Clock, tmp_path: Path) -> None:
+    with shared_out(maker, clock, tmp_path, {A: Share(weight=3.0), B: Share(weight=1.0)}) as tier:
+        for number in range(600):
+            tier.put([record(number, owner=A if number % 2 else B)])
+        owners = tier.usage().owners
+        assert 1.7 <= owners[A] / owners[B] <= 4.5
 
 
 @pytest.mark.usefixtures("bounded")
@@ -349,6 +457,7 @@ def test_a_closed_tier_says_so(tier: Tier) -> None:
         lambda: tier.put([record(1)]),
         lambda: get(tier, rid(1)),
         lambda: tier.delete([rid(1)]),
+        lambda: tier.purge(A),
         lambda: tier.set_lease([rid(1)], 0.0),
         tier.usage,
         tier.scan,

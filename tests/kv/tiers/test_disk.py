@@ -18,7 +18,7 @@ from pagoda.kv.tiers.disk import DiskTier, usual_segment_bytes
 from pagoda.kv.tiers.disk_log import SegmentLog
 from pagoda.kv.tiers.disk_segment import ENTRY_BYTES, Geometry, Segment
 from pagoda.kv.tiers.records import Corrupt, Deleted, Failed, Found, Missing, Reason, Rejected, Stored
-from tests.kv.tiers.kit import KIB, Clock, get, record, rid
+from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 SEGMENT = 64 * KIB
 CAPACITY = 8 * SEGMENT + 64
@@ -137,6 +137,48 @@ def test_another_segment_size_starts_cold_and_counts_it(tmp_path: Path) -> None:
         assert tier.usage().num_records == 0
         assert tier.put([record(0)]) == [Stored(8 * KIB)]
         assert tier.usage().used_bytes == bytes_on_disk(tmp_path) <= CAPACITY
+
+
+def test_segments_of_a_former_version_start_cold_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_segment, "_VERSION", 1)
+    stored_folder(tmp_path)
+    monkeypatch.undo()
+    with open_tier(tmp_path) as tier:
+        assert damage(tier.stats()) == {"other_format": 1}
+        assert tier.usage().num_records == 0
+        assert tier.put([record(0)]) == [Stored(8 * KIB)]
+
+
+def test_a_purge_reaches_what_the_index_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replaced record that could not be erased is on disk still, and must not come back."""
+    with open_tier(tmp_path) as tier:
+        tier.put([record(0, owner=tag("a"))])
+
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(Segment, "erase_entry", broken)
+        assert isinstance(tier.put([record(0, version=1, owner=tag("a"))])[0], Failed)
+        monkeypatch.undo()
+        assert tier.purge(tag("a")) == 1
+    with open_tier(tmp_path) as tier:
+        assert tier.lookup([rid(0)]) == [Missing()]
+        assert tier.stats() == {"restored": 0}
+
+
+def test_a_purge_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    tier.put([record(0, owner=tag("a"))])
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", broken)
+        with pytest.raises(TierUnavailable, match="cannot be erased"):
+            tier.purge(tag("a"))
+    assert tier.purge(tag("a")) == 1
+    assert tier.usage().num_records == 0
 
 
 @pytest.mark.parametrize("offset", range(0, disk_segment._SUPERBLOCK.size + 4))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.kv.keys import NO_OWNER
 from pagoda.kv.tiers.arena import Arena, Extent
 from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.ledger import Entry, Ledger, lfu, lru
 from pagoda.kv.tiers.records import Found, Missing, Reason, Rejected, Stored, Target
-from tests.kv.tiers.kit import KIB, get, record, rid
+from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 
 def test_a_slab_smaller_than_a_granule_is_a_config_error() -> None:
@@ -112,7 +113,41 @@ def test_the_page_lock_is_taken_once_and_given_back_at_close() -> None:
 def test_stale_heap_items_are_swept() -> None:
     ledger: Ledger[None] = Ledger(1 << 20, lru)
     for number in range(5000):
-        assert ledger.reserve(1, 0.0) == []
-        ledger.add(Entry(rid(number % 7), None, 1, 1, 0.0), 0.0)
-    assert ledger.used == 7
-    assert len(ledger._evictable) <= 2 * 7 + 65
+        assert ledger.reserve(1, NO_OWNER, 0.0) == []
+        ledger.add(Entry(rid(number % 7), None, 1, 1, 0.0, expires_at=9.0), 0.0)
+    assert ledger.usage().used_bytes == 7
+    assert len(ledger._evictable[0]) <= 2 * 7 + 65
+    assert len(ledger._expiring) <= 2 * 7 + 65
+
+
+def test_what_expired_goes_before_what_was_used_longest_ago() -> None:
+    clock = Clock()
+    tier = DramTier(32 * KIB, granule_bytes=4 * KIB, clock=clock)
+    tier.put([record(0), record(1, expires_at=clock.now + 5), record(2, expires_at=clock.now + 5), record(3)])
+    tier.set_lease([rid(2)], clock.now + 60)
+    get(tier, rid(1))
+    clock.now += 5
+    tier.put([record(4)])
+    assert [r != Missing() for r in tier.lookup([rid(n) for n in range(5)])] == [True, False, True, True, True]
+    assert tier.stats().get("evicted", 0) == 0
+    tier.set_lease([rid(2)], 0.0)
+    clock.now += 60
+    tier.put([record(5)])
+    assert [r != Missing() for r in tier.lookup([rid(n) for n in range(6)])] == [True, False, False, True, True, True]
+
+
+def test_a_purge_waits_for_no_reader_and_gives_its_granules_back_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DramTier(32 * KIB, granule_bytes=4 * KIB)
+    tier.put([record(n, owner=tag("a")) for n in range(4)])
+    load = tier._arena.load
+
+    def load_and_purge(extent: Extent, out: np.ndarray) -> None:
+        monkeypatch.undo()
+        assert tier.purge(tag("a")) == 4
+        assert tier.usage().used_bytes == 8 * KIB
+        load(extent, out)
+
+    monkeypatch.setattr(tier._arena, "load", load_and_purge)
+    assert get(tier, rid(0), 8 * KIB) == (Found(8 * KIB), record(0).data)
+    assert tier.usage().used_bytes == 0
+    assert tier.put([record(20, 32 * KIB)]) == [Stored(32 * KIB)]

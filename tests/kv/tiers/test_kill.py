@@ -17,7 +17,7 @@ import pytest
 
 from pagoda.kv.tiers.records import Found, Missing
 from tests.kv.tiers.kit import MAKERS, Clock, get, rid
-from tests.kv.tiers.writer import CAPACITY, NUM_IDS, content
+from tests.kv.tiers.writer import CAPACITY, NUM_IDS, NUM_OWNERS, content
 
 KILLS = int(os.environ.get("PAGODA_KILLS", "5"))
 
@@ -44,13 +44,22 @@ def test_a_killed_writer_leaves_whole_records_and_exact_accounts(name: str, tmp_
     for kill in range(KILLS):
         said = run_and_kill(name, tmp_path, kill, rng.random() * 0.3)
         promised: dict[int, tuple[int, float]] = {}
-        deleting = -1
+        purged: dict[int, int] = {}
+        deleting = purging = -1
         writers_clock = 0.0
         for line in said:
             if line[0] == "clock":
                 writers_clock = float(line[1])
                 continue
             number = int(line[1])
+            if line[0] == "purging":
+                purging = number
+                continue
+            if line[0] == "purged":
+                purged[number], purging = int(line[2]), -1
+                for gone in [n for n in promised if n % NUM_OWNERS == number]:
+                    del promised[gone]
+                continue
             match line[0]:
                 case "put":
                     _, lease = promised.get(number, (0, 0.0))
@@ -71,12 +80,13 @@ def test_a_killed_writer_leaves_whole_records_and_exact_accounts(name: str, tmp_
                 if isinstance(result, Found):
                     version = int.from_bytes(data[4:8], "little")
                     assert data[: result.num_bytes] == content(number, version)
+                    assert version > purged.get(number % NUM_OWNERS, 0)
                     if number in promised:
                         assert version >= promised[number][0]
                 else:
                     assert result == Missing()
                     leased = number in promised and promised[number][1] > writers_clock
-                    assert not leased or number == deleting
+                    assert not leased or number == deleting or number % NUM_OWNERS == purging
             assert not [n for n in tier.stats() if n.startswith(("corrupt", "truncated", "wrong"))]
             assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= CAPACITY
     assert restored > 0

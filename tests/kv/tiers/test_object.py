@@ -18,7 +18,7 @@ from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.object import ObjectTier
 from pagoda.kv.tiers.object_pack import header_bytes
 from pagoda.kv.tiers.records import Corrupt, Failed, Found, Missing
-from tests.kv.tiers.kit import KIB, Clock, get, record, rid
+from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 
 def open_tier(store: object, clock: Clock | None = None, **options: object) -> ObjectTier:
@@ -78,6 +78,43 @@ def test_a_pack_that_another_process_evicted_is_a_miss() -> None:
     obstore.delete(store, names(store)[0])
     assert get(two, rid(0))[0] == Missing()
     assert two.usage().used_bytes == 0
+
+
+def test_a_purge_deletes_the_objects_of_its_owner_also_those_of_other_processes() -> None:
+    store, clock = MemoryStore(), Clock()
+    one, two = open_tier(store, clock), open_tier(store, clock)
+    one.put([record(0, owner=tag("a")), record(1, owner=tag("b")), record(2, owner=tag("a"))])
+    assert len(names(store)) == 3
+    two.put([record(3, owner=tag("a"))])
+    one.delete([rid(2)])
+    assert two.purge(tag("a")) == 2
+    assert [tag("b").hex() in name for name in names(store) if name.endswith("pack")] == [True]
+    assert get(one, rid(0))[0] == Missing()
+    assert get(two, rid(1), 8 * KIB) == (Found(8 * KIB), record(1).data)
+
+
+def test_packs_that_expired_are_deleted_as_others_come(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    tier = open_tier(store, clock)
+    tier.put([record(0, expires_at=clock.now + 10), record(1, expires_at=clock.now + 20)])
+    tier.put([record(2, expires_at=clock.now + 30)])
+    clock.now += 15
+    tier.put([record(3)])
+    assert len(names(store)) == 3
+    clock.now += 10
+    tier.put([record(4)])
+    assert len(names(store)) == 3
+    assert tier.lookup([rid(0), rid(2)]) == [Missing(), Found(8 * KIB)]
+
+
+def test_packs_of_a_former_version_are_counted_and_go_first() -> None:
+    store = MemoryStore()
+    obstore.put(store, f"a/b/{1:015}-{'0' * 16}-000001.pack", b"PAGODAPK" + bytes(9 * KIB))
+    tier = open_tier(store, capacity_bytes=64 * KIB)
+    assert tier.stats() == {"other_format": 1}
+    assert tier.usage().used_bytes == 9 * KIB + 8
+    tier.put([record(n) for n in range(7)])
+    assert len(names(store)) == 7
 
 
 def test_eviction_takes_notes_along_once_they_say_nothing() -> None:

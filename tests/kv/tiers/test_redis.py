@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,31 @@ def test_records_expire_after_their_time_or_with_a_later_lease(tmp_path: Path) -
     assert client.expiretime(f"{tmp_path}:".encode() + rid(0).to_bytes()) - clock.now == 900
 
 
+def test_the_servers_time_for_a_key_is_the_records(tmp_path: Path) -> None:
+    clock = Clock()
+    tier, client = open_tier(tmp_path, clock, ttl_s=100.0), redis.Redis.from_url(redis_url())
+
+    def left(number: int) -> float:
+        return client.expiretime(f"{tmp_path}:".encode() + rid(number).to_bytes()) - clock.now
+
+    tier.put([record(0, expires_at=clock.now + 40), record(1, expires_at=clock.now + 40, lease_until=clock.now + 90)])
+    assert [left(0), left(1)] == [40, 90]
+    tier.set_lease([rid(0)], clock.now + 60)
+    tier.set_lease([rid(1)], 0.0)
+    assert [left(0), left(1)] == [60, 40]
+
+
+def test_a_value_of_a_former_format_is_a_counted_miss(tmp_path: Path) -> None:
+    tier, client = open_tier(tmp_path), redis.Redis.from_url(redis_url())
+    client.set(f"{tmp_path}:".encode() + rid(0).to_bytes(), struct.pack("<dIQ", 0.0, 2, 77) + record(0).data)
+    assert get(tier, rid(0))[0] == Missing()
+    assert tier.lookup([rid(0)]) == [Missing()]
+    assert list(tier.scan()) == []
+    assert tier.stats()["other_format"] == 3
+    assert tier.put([record(0)]) == [Stored(8 * KIB)]
+    assert get(tier, rid(0), 8 * KIB) == (Found(8 * KIB), record(0).data)
+
+
 def test_a_full_server_rejects(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     results = [tier.put([Record(rid(n), bytes(4 << 20))])[0] for n in range(20)]
@@ -47,13 +73,13 @@ def test_a_full_server_rejects(tmp_path: Path) -> None:
     assert tier.put([record(0)]) == [Stored(8 * KIB)]
 
 
-@pytest.mark.parametrize(("damage", "reason"), [("flip", "checksum"), ("cut", "checksum"), ("stub", "head")])
+@pytest.mark.parametrize(("damage", "reason"), [("flip", "checksum"), ("owner", "head"), ("cut", "checksum"), ("stub", "head")])
 def test_damage_is_a_counted_miss(tmp_path: Path, damage: str, reason: str) -> None:
     tier, client = open_tier(tmp_path), redis.Redis.from_url(redis_url())
     tier.put([record(0)])
     key = f"{tmp_path}:".encode() + rid(0).to_bytes()
     value = client.get(key)
-    client.set(key, {"flip": value[:50] + bytes([value[50] ^ 1]) + value[51:], "cut": value[:-1], "stub": b"x"}[damage])
+    client.set(key, {"flip": value[:99] + bytes([value[99] ^ 1]) + value[100:], "owner": value[:30] + b"?" + value[31:], "cut": value[:-1], "stub": b"x"}[damage])
     assert get(tier, rid(0))[0] == Corrupt(reason)
     assert tier.lookup([rid(0)]) == [Missing()]
     assert tier.stats()[f"corrupt_{reason}"] == 1

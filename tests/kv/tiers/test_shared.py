@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.kv.keys import NO_OWNER
 from pagoda.kv.tiers import shared
 from pagoda.kv.tiers.records import Corrupt, Found, Missing, Reason, Rejected, Stored, Target
 from pagoda.kv.tiers.shared import SharedTier
-from pagoda.kv.tiers.shared_table import FREE, WRITE_DEADLINE_S, Owner
-from tests.kv.tiers.kit import KIB, Clock, get, record, rid
+from pagoda.kv.tiers.shared_table import FREE, WRITE_DEADLINE_S, Writer
+from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 CAPACITY = 128 * KIB
 
@@ -24,11 +25,11 @@ def open_tier(folder: Path, clock: Clock | None = None, capacity: int = CAPACITY
     return SharedTier(folder / "pool", capacity, granule_bytes=4 * KIB, clock=clock or Clock())
 
 
-def claim(tier: SharedTier, count: int, owner: Owner, now: float) -> None:
+def claim(tier: SharedTier, count: int, writer: Writer, now: float) -> None:
     """What a writer leaves that was stopped before it published."""
     with tier._locked() as table:
         rows = table.free(now)[:count]
-        table.claim(rows, rid(99), owner, now)
+        table.claim(rows, rid(99), writer, NO_OWNER, now)
 
 
 def test_the_file_has_its_size_from_the_start(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_dead_writers_granules_come_back(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     empty = tier.usage()
-    claim(tier, 20, Owner(process.pid, 12345), clock.now)
+    claim(tier, 20, Writer(process.pid, 12345), clock.now)
     assert tier.usage() == empty
     assert tier.put([record(n) for n in range(14)]) == [Stored(8 * KIB)] * 14
     assert tier.stats().get("evicted", 0) == 0
@@ -65,7 +66,7 @@ def test_a_living_writers_granules_are_its_own_until_the_deadline(tmp_path: Path
     clock = Clock()
     tier = open_tier(tmp_path, clock)
     empty = tier.usage()
-    claim(tier, 20, Owner.this_process(), clock.now)
+    claim(tier, 20, Writer.this_process(), clock.now)
     assert tier.put([record(0, 60 * KIB)]) == [Rejected(Reason.FULL)]
     assert tier.usage().used_bytes == empty.used_bytes + 20 * 4 * KIB
     clock.now += WRITE_DEADLINE_S + 1
@@ -75,7 +76,7 @@ def test_a_living_writers_granules_are_its_own_until_the_deadline(tmp_path: Path
 def test_a_process_number_used_again_is_not_the_writer(tmp_path: Path) -> None:
     clock = Clock()
     tier = open_tier(tmp_path, clock)
-    claim(tier, 28, Owner(os.getpid(), Owner.this_process().start - 1), clock.now)
+    claim(tier, 28, Writer(os.getpid(), Writer.this_process().start - 1), clock.now)
     assert tier.put([record(0)]) == [Stored(8 * KIB)]
 
 
@@ -112,7 +113,7 @@ def test_a_reader_overtaken_by_an_eviction_misses(tmp_path: Path, monkeypatch: p
     assert not [name for name in reader.stats() if name.startswith("corrupt")]
 
 
-@pytest.mark.parametrize("damage", ["payload", "num_bytes", "checksum", "seal", "algorithm", "id", "order"])
+@pytest.mark.parametrize("damage", ["payload", "num_bytes", "checksum", "seal", "algorithm", "id", "order", "owner", "expires_at"])
 def test_damage_is_never_served(tmp_path: Path, damage: str) -> None:
     tier = open_tier(tmp_path)
     tier.put([record(0), record(1)])
@@ -126,6 +127,8 @@ def test_damage_is_never_served(tmp_path: Path, damage: str) -> None:
                 table.rows[name][[head, other]] = table.rows[name][[other, head]]
         elif damage == "order":
             table.rows["order"][table.chain(head)] = [1, 0]
+        elif damage == "expires_at":
+            table.rows[damage][head] = 4e9
         else:
             table.rows[damage][head] ^= 1
     assert get(tier, rid(0))[0] == Corrupt("checksum")
@@ -147,6 +150,37 @@ def test_a_removal_cut_short_leaves_no_granule_lost(tmp_path: Path) -> None:
 def test_a_maker_that_died_before_the_end_leaves_a_new_file(tmp_path: Path) -> None:
     (tmp_path / "pool").write_bytes(bytes(5000))
     assert open_tier(tmp_path).put([record(0)]) == [Stored(8 * KIB)]
+
+
+def test_a_file_of_a_former_version_is_left_to_who_has_it_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_VERSION", 1)
+    former = open_tier(tmp_path)
+    former.put([record(0)])
+    monkeypatch.undo()
+    one, two = open_tier(tmp_path), open_tier(tmp_path)
+    assert [tier.stats().get("other_format", 0) for tier in (one, two)] == [1, 0]
+    assert one.lookup([rid(0)]) == [Missing()]
+    one.put([record(1)])
+    assert get(two, rid(1), 8 * KIB) == (Found(8 * KIB), record(1).data)
+    assert get(former, rid(0), 8 * KIB) == (Found(8 * KIB), record(0).data)
+
+
+def test_what_is_purged_while_it_is_written_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = open_tier(tmp_path), open_tier(tmp_path)
+    checksum = shared.checksum
+
+    def purge_meanwhile(algorithm: int, data: np.ndarray) -> int:
+        monkeypatch.setattr(shared, "checksum", checksum)
+        assert other.purge(tag("a")) == 0
+        return checksum(algorithm, data)
+
+    monkeypatch.setattr(shared, "checksum", purge_meanwhile)
+    empty = other.usage()
+    assert slow.put([record(0, owner=tag("a"))]) == [Rejected(Reason.FULL)]
+    assert other.usage() == empty
+    assert slow.put([record(0, owner=tag("a"))]) == [Stored(8 * KIB)]
 
 
 def test_other_sizes_and_foreign_files_are_config_errors(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.kv.sizes import parse_size
+from pagoda.kv.sizes import parse_duration, parse_size
 from pagoda.kv.tiers.dram import DramTier
 from pagoda.kv.tiers.records import Found, Stored
 from pagoda.kv.tiers.spec import TierSpec, open_tier, parse_tier
@@ -28,6 +28,7 @@ from tests.kv.tiers.kit import KIB, get, record, redis_url, rid
         ("dram:1GiB?codec=int8/int4", TierSpec("dram", "", 1 << 30, codec="int8/int4")),
         ("redis://host/0?protocol=3&codec=split", TierSpec("redis", "redis://host/0?protocol=3", None, "", "split")),
         ("s3://bucket/prefix?write=back", TierSpec("object", "s3://bucket/prefix", None, "back")),
+        ("disk:/path:1GiB?ttl=7d&write=back", TierSpec("disk", "/path", 1 << 30, "back", ttl_s=7 * 86400.0)),
     ],
 )
 def test_what_parses(text: str, spec: TierSpec) -> None:
@@ -50,6 +51,8 @@ def test_what_parses(text: str, spec: TierSpec) -> None:
         ("disk:/path:1GiB?write=", "what write is"),
         ("disk:/path:1GiB?codec=int8&codec=int4", "says it twice"),
         ("ftp://host/x", "scheme that is not known"),
+        ("dram:1GiB?ttl=soon", "'dram:1GiB\\?ttl=soon' has a wrong ttl: not a duration: 'soon'"),
+        ("dram:1GiB?ttl=0s", "not a duration"),
     ],
 )
 def test_what_does_not_parse_says_why(text: str, message: str) -> None:
@@ -100,3 +103,12 @@ def test_encryption_without_its_package_closes_the_tier(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="cryptography"):
         open_tier(parse_tier("dram:1MiB"), key=bytes(32))
     assert closed == ["dram"]
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90s", "1.5m", "12h", "7d")] == [90.0, 90.0, 43200.0, 604800.0]
+
+
+def test_a_tier_knows_its_ttl_through_its_seal() -> None:
+    assert open_tier(parse_tier("dram:1MiB")).ttl_s is None
+    assert open_tier(parse_tier("dram:1MiB?ttl=1h"), key=bytes(16)).ttl_s == 3600.0

@@ -3,7 +3,8 @@
 Its clock leaps, so that leases begin and end within a second.
 
 python -m tests.kv.tiers.writer TIER FOLDER SEED    ->    "put NUMBER VERSION LEASE" or "del NUMBER" once done,
-                                                             "deleting NUMBER" or "clock SECONDS" before
+                                                             "deleting NUMBER" or "clock SECONDS" before,
+                                                             "purging OWNER" before and "purged OWNER VERSION" after
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import sys
 import time
 from pathlib import Path
 
+from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.records import Corrupt, Record, Stored, Target
-from tests.kv.tiers.kit import KIB, MAKERS, Clock, payload, rid
+from tests.kv.tiers.kit import KIB, MAKERS, Clock, payload, rid, tag
 
 CAPACITY = 1024 * KIB
 NUM_IDS = 100
+NUM_OWNERS = 4
+
+
+def owner_of(number: int) -> OwnerTag:
+    """Whose a record is."""
+    return tag(str(number % NUM_OWNERS))
 
 
 def content(number: int, version: int) -> bytes:
@@ -38,7 +46,7 @@ def main() -> None:
             version += 1
             numbers = [rng.randrange(NUM_IDS) for _ in range(rng.randrange(1, 6))]
             lease = clock.now + 1000 if rng.random() < 0.1 else 0.0
-            results = tier.put([Record(rid(n), content(n, version), lease) for n in numbers])
+            results = tier.put([Record(rid(n), content(n, version), lease, owner_of(n)) for n in numbers])
             for number, result in zip(numbers, results, strict=True):
                 if isinstance(result, Stored):
                     print("put", number, version, lease)
@@ -47,6 +55,11 @@ def main() -> None:
                 print("deleting", victim, flush=True)
                 tier.delete([rid(victim)])
                 print("del", victim)
+            if version % 11 == 0:
+                owner = rng.randrange(NUM_OWNERS)
+                print("purging", owner, flush=True)
+                tier.purge(tag(str(owner)))
+                print("purged", owner, version)
             read = tier.get_into([Target(rid(rng.randrange(NUM_IDS)), buffer) for buffer in buffers])
             if any(isinstance(result, Corrupt) for result in read):
                 raise RuntimeError("a record that nobody damaged is corrupt")
