@@ -136,8 +136,8 @@ def purge(
 ) -> None:
     """Forget a tenant's cache, what begins with a prefix, or what a request left; pinned and leased or not.
 
-    Of a whole tenant, all that tiers have goes too. Tiers that did not do it within 10 s are named, and status is 1: the
-    server goes on to try while it runs.
+    Of a whole tenant, all that tiers have goes too. Tiers that did not do it within 10 s are named, and status is 2:
+    the server goes on to try while it runs.
     """
     body: dict[str, Any] = {"request_id": request} if request is not None else {"tenant": tenant}
     what = f"request {request}" if request is not None else f"tenant {tenant!r}"

@@ -96,10 +96,12 @@ def purge(
     spec: Spec,
     key: Key = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    secret: Annotated[str, typer.Option(envvar="PAGODA_SECRET", help="The servers' --secret, to know the tenant's.")] = "",
+    secret: Annotated[
+        str, typer.Option(envvar="PAGODA_SECRET", help="The servers' --secret, to know the tenant's.")
+    ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete every record of SPEC, or of a tenant, leased ones too. Only cached KV is lost: it will be computed again."""
+    """Delete every record of SPEC, or a tenant's, leased ones too. It is only cached KV."""
     from pagoda.kv.keys import KEY_BYTES, KeyChain
     from pagoda.kv.tiers.records import Deleted
 

@@ -179,11 +179,12 @@ class CacheAdmin:
             How many blocks that took from the tree; how far tiers are, None where there are none.
         """
         self._history.forget_tenant(tenant)
-        count = self._cache.purge(tenant)
-        return count, self._cache.purge_below(tenant) if isinstance(self._cache, TieredCache) else None
+        # Tiers first: what the pool has is then counted with the rest of what they had.
+        below = self._cache.purge_below(tenant) if isinstance(self._cache, TieredCache) else None
+        return self._cache.purge(tenant), below
 
     def purge_prefix(self, tokens: Sequence[int] | TokenArray, scope: Scope) -> int:
-        """Forget what begins with a prefix, and what only led there; returns how many blocks that took from the tree."""
+        """Forget what begins with a prefix, and what only led there; returns how many blocks the tree lost."""
         prefix = as_tokens(tokens)
         self._history.forget_prefix(prefix, scope)
         return self._cache.purge(scope, prefix)

@@ -87,7 +87,7 @@ class KeyChain:
         return other
 
     def owner(self, namespace: str) -> OwnerTag:
-        """What stored blocks of a namespace are marked with, whatever the model: who lacks the secret cannot tell whose."""
+        """What marks stored blocks of a namespace, whatever the model: who lacks the secret cannot tell whose."""
         state = self._owner.copy()
         state.update(namespace.encode())
         return OwnerTag(state.digest())

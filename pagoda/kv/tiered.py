@@ -281,7 +281,7 @@ class TieredCache(KVCache):
         return count
 
     def purge_below(self, namespace: str) -> Purge:
-        """Delete all that tiers have of a namespace, for whatever model; from a tier that has not yet, it gets nothing."""
+        """Delete all that tiers have of a namespace, of whatever model; a tier that has not yet gives it nothing."""
         for lease in [lease for lease in self._restores if lease.scope.namespace == namespace]:
             self._end_restore(lease)
         purge = self.hierarchy.purge(self._keys.owner(namespace))
@@ -300,8 +300,9 @@ class TieredCache(KVCache):
         found: dict[str, dict[str, int]] = {name: {} for name in names}
         for lane in self.hierarchy.lanes:
             usage = lane.report().usage
-            for name in names if usage is not None else ():
-                if (num_bytes := usage.owners.get(self._keys.owner(name))) is not None:
+            owners = {} if usage is None else usage.owners
+            for name in names:
+                if num_bytes := owners.get(self._keys.owner(name)):
                     found[name][lane.name] = num_bytes
         return found
 

@@ -101,8 +101,8 @@ class TierReport:
     """One tier at one moment. Counts are records since the start, unless their names say otherwise.
 
     `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
-    `rejected_<why>`, audit. `num_expired` were asked for after their time. `load_seconds` is a histogram: upper ends of buckets, and loads in
-    each. `usage` is None until the tier told.
+    `rejected_<why>`, audit. `num_expired` were asked for after their time. `load_seconds` is a histogram: upper ends of
+    buckets, and loads in each. `usage` is None until the tier told.
     """
 
     name: str
@@ -208,9 +208,7 @@ class Lane:
         self.tally.add("loaded", self._note(results))
         return results
 
-    def store(
-        self, ids: Sequence[RecordId], payloads: ByteRows, owners: Sequence[OwnerTag]
-    ) -> tuple[int, int]:
+    def store(self, ids: Sequence[RecordId], payloads: ByteRows, owners: Sequence[OwnerTag]) -> tuple[int, int]:
         """Put the records that are not there yet, to last as long as the tier has them last; returns how many were
         stored, and how many to try again later.
         """

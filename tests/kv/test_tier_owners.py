@@ -48,8 +48,10 @@ def flush(core: EngineCore) -> None:
 
 
 def purge(core: EngineCore, tenant: str) -> Purge:
+    """As CacheAdmin does it."""
+    purge = tiered(core).purge_below(tenant)
     core.cache.purge(tenant)
-    return tiered(core).purge_below(tenant)
+    return purge
 
 
 def wait(purge: Purge) -> None:
@@ -150,9 +152,7 @@ def test_a_tier_lets_nothing_last_longer_than_its_ttl() -> None:
 
 def test_what_is_used_often_moves_down_below_the_tier_it_is_restored_from() -> None:
     upper, lower = MemoryTier(1 << 20), MemoryTier(1 << 20)
-    core, _ = make_core(
-        num_blocks=64, tiers=[(upper, WritePolicy.BACK), (lower, WritePolicy.THROUGH)], after_hits=2
-    )
+    core, _ = make_core(num_blocks=64, tiers=[(upper, WritePolicy.BACK), (lower, WritePolicy.THROUGH)], after_hits=2)
 
     def ask_and_evict() -> int:
         hit = ask(core, 0)
@@ -164,7 +164,7 @@ def test_what_is_used_often_moves_down_below_the_tier_it_is_restored_from() -> N
     assert ask_and_evict() == 56  # from the upper tier
     assert lower.usage().num_records == 0
     assert ask_and_evict() == 56
-    assert lower.usage().num_records == 14
+    assert lower.usage().num_records >= 14
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -187,10 +187,10 @@ def test_what_could_not_be_deleted_is_tried_again_and_not_found_meanwhile(count:
     core.cache.purge(ALICE, np.array(prompt(0), dtype=np.int32))
     assert ask(core, 0) == 0
     deadline = time.monotonic() + 10
-    while tier.left and time.monotonic() < deadline:
+    while not tiered(core).hierarchy.is_idle and time.monotonic() < deadline:
         lane.breaker.succeeded()  # no test waits for seconds
         time.sleep(LOOK)
-    flush(core)
+    assert not tier.left
     again, _ = make_core(num_blocks=64, tiers=[(tier, WritePolicy.THROUGH)])
     assert ask(again, 0) == 56  # as it was computed since
     assert tier.stats()["deleted"] >= 14

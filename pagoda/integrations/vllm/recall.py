@@ -73,9 +73,7 @@ class Recalls:
         replies, finished, failed_blocks: what to tell vLLM; the owner takes and replaces them.
     """
 
-    def __init__(
-        self, hierarchy: Hierarchy, blocks: VllmBlocks, block_size: int, shard: int, owner: OwnerTag
-    ) -> None:
+    def __init__(self, hierarchy: Hierarchy, blocks: VllmBlocks, block_size: int, shard: int, owner: OwnerTag) -> None:
         self.replies = Replies()
         self.finished: set[str] = set()
         self.failed_blocks: set[int] = set()

@@ -12,9 +12,8 @@
 Only cache entries can be lost: a record that does not verify is a miss, counted by reason, and is never served.
 
 Who owns what: a tier owns its bytes, its budget and its eviction order; the caller owns the buffers it reads into; the
-hierarchy above decides what goes where, and moves it. Tiers know neither blocks nor pools, tenants nor each other: whose
-a record is, is a tag that tells them apart, for shares and purges. A record whose lease runs is never dropped to make
-room.
+hierarchy above decides what goes where, and moves it. Tiers know neither blocks nor pools, tenants nor each other:
+whose a record is, is a tag to them, for shares and purges. A record whose lease runs is never dropped to make room.
 
 Read `records` (what goes in and comes out), `base` (the protocol and its rules), then any one tier. `fake` has a tier
 in plain memory and faults around any tier, for tests; `encrypted` seals the records of any tier; `accounts` has the

@@ -54,7 +54,7 @@ class Accounts:
         return (self._used[account] - self._guaranteed[account]) / self._weights[account]
 
     def losers(self, taker: OwnerTag) -> list[int]:
-        """The accounts that have something to lose to an owner: most over its share first, of equals the owner's own."""
+        """The accounts that have something to lose to an owner: most over its share first, of equals its own."""
         own = self.of(taker)
         able = [account for account in range(len(self)) if self.spare(account, taker)]
         return sorted(able, key=lambda account: (-self.level(account), account != own))

@@ -178,17 +178,18 @@ class SegmentLog:
         return segment
 
     def _victim(self, num_bytes: int, owner: OwnerTag, now: float) -> Segment | None:
-        """The segment to clean: an empty one, else the oldest of which less than half must stay, else the one of which
-        least must; None if none can give `num_bytes`.
+        """The segment to clean: an empty one, else the oldest of which less than half should stay, else the one of
+        which least should; None if none can give `num_bytes`.
         """
         room, slots = self._geometry.data_bytes - align_up(num_bytes), self._geometry.max_records - 1
         half = self._geometry.data_bytes // 2
         candidates: list[tuple[tuple[bool, int, int], Segment]] = []
         for segment in self._used:
-            kept = [stub.cost for stub in self._kept(segment, owner, now)]
-            if sum(kept) <= room and len(kept) <= slots:
-                rank = (bool(segment.stubs), max(sum(kept) - half, 0), segment.sequence)
-                candidates.append((rank, segment))
+            kept = self._kept(segment, owner, now)
+            if sum(stub.cost for stub in kept) <= room and len(kept) <= slots:
+                spared = self._spared(segment, kept, owner, now)
+                too_much = sum(stub.cost for stub in [*kept, *spared]) - half
+                candidates.append(((bool(segment.stubs), max(too_much, 0), segment.sequence), segment))
         return min(candidates, key=lambda c: c[0])[1] if candidates else None
 
     def _kept(self, segment: Segment, taker: OwnerTag, now: float) -> list[Stub]:
@@ -208,23 +209,29 @@ class SegmentLog:
                 spare[account] -= stub.cost
         return kept
 
+    def _spared(self, segment: Segment, kept: list[Stub], taker: OwnerTag, now: float) -> list[Stub]:
+        """The other records of a segment whose owner is not the one most over its share: better others go."""
+        if len(self._accounts) == 1:
+            return []
+        loser, stay = next(iter(self._accounts.losers(taker)), None), {id(stub) for stub in kept}
+        return [
+            stub
+            for stub in segment.stubs.values()
+            if id(stub) not in stay and not is_over(stub, now) and self._accounts.of(stub.owner) != loser
+        ]
+
     def _survivors(self, victim: Segment, num_bytes: int, taker: OwnerTag, now: float) -> list[Stub]:
         """The records of `victim` to keep, in their order: those that have to stay, and within half a segment and what
-        `num_bytes` leaves the others that were hit or are not of whoever is most over its share, the hottest of those
-        least over first.
+        `num_bytes` leaves those to be spared, of whoever is least over its share first, and then the others that were
+        hit; of these the hottest first.
         """
         kept = self._kept(victim, taker, now)
-        bound = min(self._geometry.data_bytes // 2, self._geometry.data_bytes - align_up(num_bytes))
-        room = bound - sum(stub.cost for stub in kept)
-        losers, stay = self._accounts.losers(taker), {id(stub) for stub in kept}
-        others = [
-            stub
-            for stub in victim.stubs.values()
-            if id(stub) not in stay
-            and not is_over(stub, now)
-            and (stub.num_hits or self._accounts.of(stub.owner) != losers[0])
-        ]
-        for stub in sorted(others, key=self._worth, reverse=True):
+        spared = self._spared(victim, kept, taker, now)
+        chosen = {id(stub) for stub in [*kept, *spared]}
+        hit = [s for s in victim.stubs.values() if s.num_hits and id(s) not in chosen and not is_over(s, now)]
+        room = min(self._geometry.data_bytes // 2, self._geometry.data_bytes - align_up(num_bytes))
+        room -= sum(stub.cost for stub in kept)
+        for stub in sorted([*spared, *hit], key=self._worth, reverse=True):
             room -= stub.cost
             if room < 0:
                 break

@@ -1,31 +1,27 @@
 """EncryptedTier: AES-GCM around the records of any tier.
 
-    stored payload = nonce (12 bytes, random) | owner (16) | expiry (8) | ciphertext | tag (16)
-                     authenticated together with the record's id
+    stored payload = nonce (12 bytes, random) | ciphertext | tag (16), authenticated together with the record's id
 
 So a store that is read by others tells nothing but sizes, times, and ids and owners (which are HMACs), and one that is
-written by others cannot pass off one record as another, nor one as good after its time. A record sealed under another
-key, or changed, is Corrupt.
+written by others cannot pass off one record as another. A record sealed under another key, or changed, is Corrupt.
+Whose a record is and how long it lasts is the store's to know, as it acts on it: who can change that could as well
+delete the record, or bring it back.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from pagoda.kv.keys import OWNER_BYTES
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import (
     ByteArray,
     Corrupt,
-    Expired,
     Found,
     GetResult,
     LookupResult,
@@ -43,20 +39,17 @@ from pagoda.kv.tiers.records import (
 )
 from pagoda.kv.tiers.wrapped import WrappedTier
 
-_ABOUT = struct.Struct(f"<{OWNER_BYTES}sd")
 _NONCE_BYTES = 12
-_HEAD_BYTES = _NONCE_BYTES + _ABOUT.size
 _TAG_BYTES = 16
-SEAL_BYTES = _HEAD_BYTES + _TAG_BYTES
+SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 
 
 class EncryptedTier(WrappedTier):
-    """`inner`, holding sealed records 52 bytes longer. Sizes and `payload_bytes` are those of the callers' payloads."""
+    """`inner`, holding sealed records 28 bytes longer. Sizes and `payload_bytes` are those of the callers' payloads."""
 
-    def __init__(self, inner: Tier, key: bytes, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, inner: Tier, key: bytes) -> None:
         super().__init__(inner, f"encrypted {inner.name}")
         self._cipher = AESGCM(key)
-        self._clock = clock
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         return [_opened_size(result) for result in self.inner.lookup(ids)]
@@ -75,28 +68,22 @@ class EncryptedTier(WrappedTier):
         ]
 
     def _open(self, id: RecordId, sealed: ByteArray, out: ByteArray) -> GetResult:
-        num_bytes = sealed.size - SEAL_BYTES
-        nonce, about, rest = (part.data for part in np.split(sealed, [_NONCE_BYTES, _HEAD_BYTES]))
+        num_bytes, data = sealed.size - SEAL_BYTES, sealed.data
         try:
-            self._cipher.decrypt_into(nonce, rest, id.to_bytes() + bytes(about), out[: max(num_bytes, 0)].data)
+            self._cipher.decrypt_into(
+                data[:_NONCE_BYTES], data[_NONCE_BYTES:], id.to_bytes(), out[: max(num_bytes, 0)].data
+            )
         except (InvalidTag, ValueError):
             self.inner.delete([id])
             return Corrupt("seal")
-        _, expires_at = _ABOUT.unpack(about)
-        if 0 < expires_at <= self._clock() and not self._has_lease(id):
-            return Expired()
         return Found(num_bytes)
-
-    def _has_lease(self, id: RecordId) -> bool:
-        """Of a record whose sealed time ran out: whether a lease keeps it, as far as the store can be believed."""
-        return isinstance(self.inner.lookup([id])[0], Found)
 
     def _seal(self, record: Record) -> ByteArray:
         payload = readable(record.data)
         sealed = aligned_empty(payload.size + SEAL_BYTES)
-        nonce, about = os.urandom(_NONCE_BYTES), _ABOUT.pack(record.owner, record.expires_at)
-        sealed[:_HEAD_BYTES] = np.frombuffer(nonce + about, dtype=np.uint8)
-        self._cipher.encrypt_into(nonce, payload.data, record.id.to_bytes() + about, sealed[_HEAD_BYTES:].data)
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed[:_NONCE_BYTES] = np.frombuffer(nonce, dtype=np.uint8)
+        self._cipher.encrypt_into(nonce, payload.data, record.id.to_bytes(), sealed[_NONCE_BYTES:].data)
         return sealed
 
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:

@@ -185,7 +185,10 @@ class ObjectTier(Tier):
     def _scan(self) -> Iterator[RecordInfo]:
         with self._lock:
             return iter(
-                [RecordInfo(p.id, p.num_bytes, p.lease_until, p.owner, p.expires_at) for p in self._index.records.values()]
+                [
+                    RecordInfo(p.id, p.num_bytes, p.lease_until, p.owner, p.expires_at)
+                    for p in self._index.records.values()
+                ]
             )
 
     def _usage(self) -> Usage:
@@ -279,7 +282,7 @@ class ObjectTier(Tier):
         return results
 
     def _next_ms(self) -> int:
-        """The time in a new name, which sorts after all that this process knows: a note comes after what it speaks of."""
+        """The time in a new name, later than all that this process knows: a note comes after what it speaks of."""
         self._index.last_ms = max(self._index.last_ms + 1, int(self._clock() * 1000))
         return self._index.last_ms
 
@@ -319,7 +322,9 @@ class ObjectTier(Tier):
             return
         try:
             if parsed.kind == "note":
-                self._index.add_note(name, size, Note.decode(bytes(obstore.get(self._store, self._prefix + name).bytes())))
+                self._index.add_note(
+                    name, size, Note.decode(bytes(obstore.get(self._store, self._prefix + name).bytes()))
+                )
             elif parsed.owner is None:
                 self._tally.add("other_format")
                 self._index.add_useless(name, size)

@@ -1,4 +1,4 @@
-"""ObjectIndex: what one process knows of the objects in a store. Names sort by time; the newest word on a record counts."""
+"""ObjectIndex: what one process knows of a store's objects. Names sort by time; the newest word on a record counts."""
 
 from __future__ import annotations
 

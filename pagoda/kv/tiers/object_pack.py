@@ -1,7 +1,7 @@
 """Pack: the records of one put as one object, so that small blocks are not small requests.
 
-    TIME-WRITER-OWNER-COUNT.pack    | head | entries: id offset length checksum lease expiry | payload 0 | payload 1 | ...
-    TIME-WRITER-COUNT.note          {"ids": [...], "lease": seconds, or null if they were deleted}
+    TIME-WRITER-OWNER-COUNT.pack  | head | entries: id offset length checksum lease expiry | payload 0 | payload 1 | ...
+    TIME-WRITER-COUNT.note        {"ids": [...], "lease": seconds, or null if they were deleted}
 
 Objects never change. What happens to a record after its pack was written is said by a note, about every record of that
 id in an older object; names sort by time. COUNT is the number of entries, so that one ranged request reads them all. A
@@ -24,7 +24,9 @@ from pagoda.kv.tiers.checksum import BEST, available, checksum
 from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, Record, RecordId, readable
 
 _MAGIC = b"PAGODAPK"
-_HEAD = struct.Struct(f"<8sIII{OWNER_BYTES}sI")  # magic, version, checksum algorithm, count, owner, crc of owner and entries
+_HEAD = struct.Struct(
+    f"<8sIII{OWNER_BYTES}sI"
+)  # magic, version, checksum algorithm, count, owner, crc of owner and entries
 _VERSION = 2
 _ENTRY = struct.Struct(f"<{RECORD_ID_BYTES}sQQQdd")
 _TIME_DIGITS = 15
@@ -98,7 +100,9 @@ def parse_name(name: str) -> Parsed | None:
     if match is None:
         return None
     owner, count, kind = match.groups()
-    return Parsed("note" if kind == "note" else "pack", int(count), None if owner is None else OwnerTag(bytes.fromhex(owner)))
+    return Parsed(
+        "note" if kind == "note" else "pack", int(count), None if owner is None else OwnerTag(bytes.fromhex(owner))
+    )
 
 
 def name_ms(name: str) -> int:
@@ -119,9 +123,7 @@ def encode_pack(name: str, owner: OwnerTag, records: Sequence[Record]) -> tuple[
     for record, payload in zip(records, payloads, strict=True):
         digest = checksum(BEST, payload)
         packed.append(
-            Packed(
-                record.id, name, offset, payload.size, digest, BEST, record.lease_until, owner, record.expires_at
-            )
+            Packed(record.id, name, offset, payload.size, digest, BEST, record.lease_until, owner, record.expires_at)
         )
         offset += payload.size
     entries = b"".join(

@@ -167,9 +167,17 @@ class Usage:
 class Kept(Protocol):
     """What a tier has of a record in its index."""
 
-    num_bytes: int
-    lease_until: float
-    expires_at: float
+    @property
+    def num_bytes(self) -> int:
+        """Size of its payload."""
+
+    @property
+    def lease_until(self) -> float:
+        """See Record."""
+
+    @property
+    def expires_at(self) -> float:
+        """See Record."""
 
 
 def is_over(kept: Kept, now: float) -> bool:

@@ -3,8 +3,9 @@
     PREFIX + id  ->  lease | format, checksum algorithm, checksum, owner, expiry, crc of these | payload
                      the key expires with the record or after `ttl_s`, or with its lease if that is later
 
-A purge reads the heads of all keys under PREFIX and deletes the owner's. The server owns room and eviction. A lease holds if the server's `maxmemory-policy` is noeviction (the default: it then
-refuses writes when full, which comes back as Rejected) or a `volatile-ttl`; any other may drop leased records.
+A purge reads the heads of all keys under PREFIX and deletes the owner's. The server owns room and eviction: shares do
+not count. A lease holds if its `maxmemory-policy` is noeviction (the default: it then refuses writes when full, which
+comes back as Rejected) or a `volatile-ttl`; any other may drop leased records.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class RedisTier(Tier):
     ) -> None:
         super().__init__("redis")
         self._prefix = prefix.encode()
-        self.ttl_s = ttl_s
+        self.ttl_s: float = ttl_s
         self._clock = clock
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._put_script = self._client.register_script(_PUT)

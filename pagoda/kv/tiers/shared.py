@@ -149,7 +149,9 @@ class SharedTier(Tier):
             rows, payload = table.num_rows(heads, self._granule_bytes), int(table.rows["num_bytes"][heads].sum())
             owners, which = np.unique(table.rows["owner"][heads], axis=0, return_inverse=True)
         taken = np.bincount(which.reshape(-1), rows, len(owners)).astype(np.int64) * self._granule_bytes
-        by_owner = {OwnerTag(owner.tobytes()): num_bytes for owner, num_bytes in zip(owners, taken.tolist(), strict=True)}
+        by_owner = {
+            OwnerTag(owner.tobytes()): num_bytes for owner, num_bytes in zip(owners, taken.tolist(), strict=True)
+        }
         return Usage(self._capacity, self._capacity - num_free * self._granule_bytes, payload, heads.size, by_owner)
 
     def _close(self) -> None:
@@ -277,7 +279,9 @@ class SharedTier(Tier):
         queues = [at[account[at] == index] for index in range(len(accounts))]
         victims: list[int] = []
         while count > 0:
-            able = (i for i in accounts.losers(taker) if queues[i].size and rows[queues[i][0]] <= accounts.spare(i, taker))
+            able = (
+                i for i in accounts.losers(taker) if queues[i].size and rows[queues[i][0]] <= accounts.spare(i, taker)
+            )
             loser = next(able, None)
             if loser is None:
                 return None

@@ -156,9 +156,7 @@ class SharedTable:
         known = [head for head in heads if head is not None]
         over = dict(zip(known, self.is_over(np.array(known, dtype=np.int64), now).tolist(), strict=True))
         sizes = self._column["num_bytes"]
-        return [
-            Missing() if head is None else Expired() if over[head] else Found(int(sizes[head])) for head in heads
-        ]
+        return [Missing() if head is None else Expired() if over[head] else Found(int(sizes[head])) for head in heads]
 
     def evictable(self, now: float) -> Rows:
         """Heads without a running lease, least recently used first."""

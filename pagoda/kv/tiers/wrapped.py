@@ -20,7 +20,7 @@ from pagoda.kv.tiers.records import (
 
 
 class WrappedTier(Tier):
-    """`inner`, called `name`, and closed with it. Its counts are the inner tier's, with the outcomes as they leave here."""
+    """`inner`, called `name`, closed with it. Its counts are the inner one's, with the outcomes as they leave here."""
 
     def __init__(self, inner: Tier, name: str) -> None:
         super().__init__(name)

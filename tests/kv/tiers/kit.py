@@ -44,8 +44,8 @@ class Clock:
 class Maker:
     """How to open one kind of tier.
 
-    `capacity_bytes` bounds a tier of `bounded` kind; an opened tier lives in `folder` if it lives anywhere, and is there
-    again when it is opened again if it is `lasting`. One that `has_shares` takes `shares`.
+    `capacity_bytes` bounds a tier of `bounded` kind; an opened tier lives in `folder` if it lives anywhere. What is in
+    a `lasting` one is there when it is opened again. One that `has_shares` takes `shares`.
     """
 
     name: str
@@ -128,7 +128,7 @@ def encrypted_tier(capacity: int, clock: Clock, folder: Path, **options: Any) ->
     pytest.importorskip("cryptography", reason="encryption needs the extra 'encryption'")
     from pagoda.kv.tiers.encrypted import EncryptedTier
 
-    return EncryptedTier(disk_tier(capacity, clock, folder, **options), bytes(range(32)), clock=clock)
+    return EncryptedTier(disk_tier(capacity, clock, folder, **options), bytes(range(32)))
 
 
 def memory_tier(capacity: int, clock: Clock, folder: Path, **options: Any) -> Tier:

@@ -139,7 +139,9 @@ def test_another_segment_size_starts_cold_and_counts_it(tmp_path: Path) -> None:
         assert tier.usage().used_bytes == bytes_on_disk(tmp_path) <= CAPACITY
 
 
-def test_segments_of_a_former_version_start_cold_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_a_former_version_start_cold_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_segment, "_VERSION", 1)
     stored_folder(tmp_path)
     monkeypatch.undo()

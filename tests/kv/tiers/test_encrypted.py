@@ -9,9 +9,9 @@ pytest.importorskip("cryptography", reason="encryption needs the extra 'encrypti
 from pagoda.errors import ConfigError
 from pagoda.kv.tiers.encrypted import SEAL_BYTES, EncryptedTier
 from pagoda.kv.tiers.fake import MemoryTier
-from pagoda.kv.tiers.records import Corrupt, Expired, Found, Missing, Record
+from pagoda.kv.tiers.records import Corrupt, Found, Missing, Record
 from pagoda.kv.tiers.spec import load_key
-from tests.kv.tiers.kit import KIB, Clock, get, record, rid
+from tests.kv.tiers.kit import KIB, get, record, rid
 
 
 def test_the_store_sees_neither_payload_nor_repetition() -> None:
@@ -19,11 +19,11 @@ def test_the_store_sees_neither_payload_nor_repetition() -> None:
     tier = EncryptedTier(inner, bytes(32))
     tier.put([Record(rid(n), bytes(8 * KIB)) for n in range(2)])
     sealed = [get(inner, rid(n))[1][: 8 * KIB + SEAL_BYTES] for n in range(2)]
-    assert sealed[0][36:] != sealed[1][36:]
-    assert bytes(16) not in sealed[0][36:]
+    assert sealed[0][12:] != sealed[1][12:]
+    assert bytes(16) not in sealed[0]
 
 
-@pytest.mark.parametrize("offset", [0, 11, 12, 27, 28, 35, 36, 4000, 8 * KIB + 36, 8 * KIB + SEAL_BYTES - 1])
+@pytest.mark.parametrize("offset", [0, 11, 12, 4000, 8 * KIB + 12, 8 * KIB + SEAL_BYTES - 1])
 def test_a_changed_byte_anywhere_is_a_counted_miss(offset: int) -> None:
     inner = MemoryTier(1 << 20)
     tier = EncryptedTier(inner, bytes(32))
@@ -43,18 +43,6 @@ def test_a_record_moved_to_another_name_or_key_does_not_open() -> None:
     assert get(EncryptedTier(inner, bytes(32)), rid(2))[0] == Corrupt("seal")
     assert get(EncryptedTier(inner, b"x" * 32), rid(1))[0] == Corrupt("seal")
     assert get(EncryptedTier(inner, bytes(32)), rid(0), 8 * KIB) == (Found(8 * KIB), record(0).data)
-
-
-def test_a_store_cannot_make_a_record_last_longer_than_it_was_sealed_for() -> None:
-    clock = Clock()
-    inner = MemoryTier(1 << 20, clock=clock)
-    tier = EncryptedTier(inner, bytes(32), clock=clock)
-    tier.put([record(0, expires_at=clock.now + 10), record(1, expires_at=clock.now + 10, lease_until=clock.now + 30)])
-    inner.put([Record(rid(0), get(inner, rid(0))[1][: 8 * KIB + SEAL_BYTES])])
-    clock.now += 10
-    assert get(inner, rid(0))[0] == Found(8 * KIB + SEAL_BYTES)
-    assert get(tier, rid(0))[0] == Expired()
-    assert get(tier, rid(1), 8 * KIB) == (Found(8 * KIB), record(1).data)
 
 
 def test_keys_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,13 +73,23 @@ def test_a_full_server_rejects(tmp_path: Path) -> None:
     assert tier.put([record(0)]) == [Stored(8 * KIB)]
 
 
-@pytest.mark.parametrize(("damage", "reason"), [("flip", "checksum"), ("owner", "head"), ("cut", "checksum"), ("stub", "head")])
+@pytest.mark.parametrize(
+    ("damage", "reason"), [("flip", "checksum"), ("owner", "head"), ("cut", "checksum"), ("stub", "head")]
+)
 def test_damage_is_a_counted_miss(tmp_path: Path, damage: str, reason: str) -> None:
     tier, client = open_tier(tmp_path), redis.Redis.from_url(redis_url())
     tier.put([record(0)])
     key = f"{tmp_path}:".encode() + rid(0).to_bytes()
     value = client.get(key)
-    client.set(key, {"flip": value[:99] + bytes([value[99] ^ 1]) + value[100:], "owner": value[:30] + b"?" + value[31:], "cut": value[:-1], "stub": b"x"}[damage])
+    client.set(
+        key,
+        {
+            "flip": value[:99] + bytes([value[99] ^ 1]) + value[100:],
+            "owner": value[:30] + b"?" + value[31:],
+            "cut": value[:-1],
+            "stub": b"x",
+        }[damage],
+    )
     assert get(tier, rid(0))[0] == Corrupt(reason)
     assert tier.lookup([rid(0)]) == [Missing()]
     assert tier.stats()[f"corrupt_{reason}"] == 1

@@ -113,7 +113,9 @@ def test_a_reader_overtaken_by_an_eviction_misses(tmp_path: Path, monkeypatch: p
     assert not [name for name in reader.stats() if name.startswith("corrupt")]
 
 
-@pytest.mark.parametrize("damage", ["payload", "num_bytes", "checksum", "seal", "algorithm", "id", "order", "owner", "expires_at"])
+@pytest.mark.parametrize(
+    "damage", ["payload", "num_bytes", "checksum", "seal", "algorithm", "id", "order", "owner", "expires_at"]
+)
 def test_damage_is_never_served(tmp_path: Path, damage: str) -> None:
     tier = open_tier(tmp_path)
     tier.put([record(0), record(1)])
