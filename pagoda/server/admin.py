@@ -144,9 +144,7 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
             count, purge_of_tiers = await engine.manage(lambda cache: cache.purge_tenant(tenant))
             tiers = [] if purge_of_tiers is None else await _purged(purge_of_tiers)
             if not is_known and not any(tier["purged_records"] for tier in tiers):
-                raise HttpError(
-                    404, "tenant_not_found", f"Neither this server nor a tier knows a tenant {tenant[:100]!r}."
-                )
+                raise HttpError(404, "tenant_not_found", f"This server has not seen a tenant {tenant[:100]!r}.")
             served.responses.drop(tenant)
             for named in served.caches.all_of(tenant):
                 served.caches.drop(named.namespace, named.id)

@@ -196,7 +196,7 @@ def test_a_tier_that_hangs_delays_a_request_by_no_more_than_its_share() -> None:
 
 
 def test_a_full_write_queue_skips_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.kv.hierarchy._QUEUE_BYTES", 3 * 256)
+    monkeypatch.setattr("pagoda.kv.write_queue._QUEUE_BYTES", 3 * 256)
     faults = Faults()
     core, _ = make_core(tiers=[(FaultyTier(MemoryTier(1 << 20), faults), THROUGH)])
     faults.hang()

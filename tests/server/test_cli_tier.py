@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagoda import cli
-from pagoda.kv.keys import BlockKey
+from pagoda.kv.keys import BlockKey, KeyChain
 from pagoda.kv.tiers.records import Record, RecordId
 from pagoda.kv.tiers.spec import open_tier, parse_tier
 
@@ -83,6 +84,15 @@ def test_purge_asks(spec: str) -> None:
     assert done.exit_code == 0
     assert "20 records deleted" in done.output
     assert "0 records, 0 leased" in run("ls", spec).output
+
+
+def test_a_tenants_records_alone_are_purged(spec: str) -> None:
+    keys = KeyChain(bytes(32), hashlib.sha256(b"the servers'").digest())
+    with open_tier(parse_tier(spec)) as tier:
+        tier.put([Record(RecordId(BlockKey(b"a" * 32)), bytes(SIZE), owner=keys.owner("acme"))])
+    assert "0 records deleted" in run("purge", spec, "--tenant", "acme", "--secret", "another", "--yes").output
+    assert "1 records deleted" in run("purge", spec, "--tenant", "acme", "--secret", "the servers'", "--yes").output
+    assert "20 records," in run("ls", spec).output
 
 
 @pytest.mark.parametrize("kind", ["disk", "dram", "shm"])

@@ -87,6 +87,30 @@ async def test_a_tenant_is_purged_leases_caches_and_all(folder: Path) -> None:
             await chat(live, "How many?", made["id"], model="tiny")
 
 
+async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"admin_key": "root", "tiers": [f"disk:{tmp_path / 'kv'}:64MiB?ttl=1h"], "secret": "s"}
+    async with serve(folder, **settings) as live:
+        for key in "sk-a", "sk-b":
+            await ask(live, "At dawn?", key=key)
+    async with serve(folder, **settings) as live:
+        body = {"tenant": "acme"}
+        answer = (await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)).json()
+        assert answer["purged_blocks"] == 0  # they were in the tier alone
+        assert [tier["tier"] for tier in answer["tiers"]] == ["disk"]
+        assert answer["tiers"][0]["purged_records"] > 0
+        for tenant in "acme", "stranger":  # there is nothing of either
+            gone = await live.http.post("/v1/kv/purge", json={"tenant": tenant}, headers=ADMIN)
+            assert gone.status_code == 404
+    async with serve(folder, **settings) as live:
+        assert await hit(live, "At dawn?") == 0
+        await usage(live)  # asks for what the next look tells
+        await asyncio.sleep(0.2)
+        tenants = {each["tenant"]: each["tier_bytes"] for each in (await usage(live))["tenants"]}
+        assert tenants["bolt"]["disk"] > 0
+        metrics = (await live.http.get("/metrics", headers=ADMIN)).text
+        assert 'pagoda_tenant_tier_bytes{tenant="bolt",tier="disk"}' in metrics
+
+
 async def usage(live: Live) -> dict[str, Any]:
     return dict((await live.http.get("/v1/kv", headers=ADMIN)).json())
 
