@@ -103,6 +103,7 @@ async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, 
             assert gone.status_code == 404
     async with serve(folder, **settings) as live:
         assert await hit(live, "At dawn?") == 0
+        assert await hit(live, "At dawn?", key="sk-b") > 0
         await usage(live)  # asks for what the next look tells
         await asyncio.sleep(0.2)
         tenants = {each["tenant"]: each["tier_bytes"] for each in (await usage(live))["tenants"]}
