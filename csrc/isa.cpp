@@ -2,6 +2,7 @@
 #include "attention_tile.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sketch_scores.h"
 #if defined(__AMX_BF16__)
 #include "amx_attention.h"
 #include "amx_rows.h"
@@ -29,6 +30,7 @@ const IsaTable table = {
     .attention = {attention<float>, attention<bf16>, attention<f16>},
 #endif
     .attention_mass = {attention_mass<float>, attention_mass<bf16>, attention_mass<f16>},
+    .sketch_margins = {sketch_margins<float>, sketch_margins<bf16>, sketch_margins<f16>},
     .linear_scratch_bytes = linear_scratch_bytes,
     .linear_pack = linear_pack,
     .linear = linear,

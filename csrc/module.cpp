@@ -10,6 +10,7 @@
 #include "decoder.h"
 #include "isa.h"
 #include "ops.h"
+#include "recall.h"
 
 namespace nb = nanobind;
 using namespace nanobind::literals;
@@ -211,6 +212,37 @@ NB_MODULE(_native, m) {
         "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "view"_a, "block_table"_a, "max_blocks"_a,
         "query_start"_a, "context_lens"_a, "num_requests"_a, "scale"_a, "softcap"_a, "window"_a, "out"_a, "lse"_a, "mass"_a,
         "threads"_a, "shared"_a = 0, "num_shared"_a = 0, release);
+
+    m.def(
+        "recall_entries",
+        [](int dtype, uintptr_t queries, Heads sketches, std::tuple<int64_t, int64_t, int64_t> shape, uintptr_t resident,
+           int64_t places, int64_t unit, float alpha, Heads entries, int64_t num_entries, uintptr_t slots,
+           const PoolAt& view, uintptr_t table, int64_t num_table_blocks, int threads) {
+            const auto& [group, width, num_units] = shape;
+            return recall_entries({.dtype = DType(dtype),
+                                   .sketches = {.queries = at<float>(queries),
+                                                .sketches = at<void>(std::get<0>(sketches)),
+                                                .head_stride = std::get<1>(sketches),
+                                                .row_stride = std::get<2>(sketches),
+                                                .group = group,
+                                                .width = width,
+                                                .num_units = num_units},
+                                   .resident = at<int64_t>(resident),
+                                   .places = places,
+                                   .unit = unit,
+                                   .alpha = alpha,
+                                   .entries = at<void>(std::get<0>(entries)),
+                                   .entry_head_stride = std::get<1>(entries),
+                                   .entry_stride = std::get<2>(entries),
+                                   .num_entries = num_entries,
+                                   .slots = at<int64_t>(slots),
+                                   .pool = pool(view),
+                                   .table = at<int32_t>(table),
+                                   .num_table_blocks = num_table_blocks},
+                                  threads);
+        },
+        "dtype"_a, "queries"_a, "sketches"_a, "shape"_a, "resident"_a, "places"_a, "unit"_a, "alpha"_a, "entries"_a,
+        "num_entries"_a, "slots"_a, "view"_a, "table"_a, "num_table_blocks"_a, "threads"_a, release);
 
     nb::class_<NativeDecoder>(m, "Decoder")
         .def("__init__",

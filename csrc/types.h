@@ -154,6 +154,17 @@ struct MassTile {
     float* mass;  // at key_begin
 };
 
+// What is known of units of tokens that are not in the pool, against queries: see sketch_scores.h.
+struct SketchArgs {
+    const float* queries;  // [heads, group, width]
+    const void* sketches;  // [heads, width, num_units], the last dimension contiguous
+    int64_t head_stride, row_stride;
+    int64_t group, width, num_units;
+};
+
+constexpr int64_t kScoreTile = 64;  // units; a multiple of every vector's width
+constexpr int64_t padded_units(int64_t n) { return (n + kScoreTile - 1) / kScoreTile * kScoreTile; }
+
 // What follows is BF16 on matrix tiles. Sixteen rows make a block, and activations lie as the tiles want them:
 //
 //     packed  bf16  [blocks, dim / 2, 16 rows, 2]    what is about to be multiplied by a matrix
@@ -245,6 +256,7 @@ struct IsaTable {
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
+    void (*sketch_margins[kNumDTypes])(const SketchArgs&, int64_t head, float* scores, float* margins);
     // Outputs [out_begin, out_end) of all rows; x and out are BF16. `packed_x` is what linear_pack wrote for each block of 16 rows.
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);

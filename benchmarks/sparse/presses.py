@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from benchmarks.peers.engines import Environment
 from benchmarks.peers.venvs import python_of
 from benchmarks.peers.weights import export
-from benchmarks.quality.compare import Compared
-from benchmarks.sparse.conversations import Conversation
-from benchmarks.sparse.quality import figures
+from benchmarks.sparse.conversations import conversations
+from benchmarks.sparse.records import Record, Records
+from pagoda.model.tokenizer import Tokenizer
 
 _ENVIRONMENT = Environment("kvpress", (("torch==2.13.0",), ("kvpress==0.5.5", "transformers<5.3")))
 _SIDE = Path(__file__).with_name("presses_side.py")
@@ -28,39 +28,42 @@ class PressError(Exception):
 
 def measure(
     model: str,
-    told: Sequence[Conversation],
+    tokenizer: Tokenizer,
+    kind: str,
+    length: int,
+    indices: range,
     fractions: Sequence[float],
     venvs: Path,
+    records: Records,
     tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Points as `quality.Questions.measure` has them, for the policies that both have.
+) -> None:
+    """Add records of the policies that both have, as `kvpress h2o`; full KV as their engine computes it is `kvpress full`.
 
     Raises:
         InstallError: the environment could not be made.
-        PressError: the measurement failed.
+        PressError: the measurement failed; what was measured before is kept.
     """
+    told = dict(enumerate(conversations(tokenizer, kind, length, indices.stop)))
+    missing = [index for index in indices if (kind, length, index, "kvpress full", 1.0) not in records]
     python = python_of(_ENVIRONMENT, venvs, tell)
     weights = export(model, venvs, tell)
     work = {
         "model": str(weights.folder),
-        "threads": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "fractions": list(fractions),
-        "conversations": [asdict(each) for each in told],
+        "conversations": {index: asdict(told[index]) for index in missing},
     }
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "work.json", Path(folder) / "answers.json"
+        asked, said = Path(folder) / "work.json", Path(folder) / "stderr"
         asked.write_text(json.dumps(work))
-        done = subprocess.run(
-            [str(python), str(_SIDE), str(asked), str(answered)],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        if done.returncode:
-            raise PressError("kvpress failed:\n" + "\n".join(done.stderr.splitlines()[-8:]))
-        result: dict[str, Any] = json.loads(answered.read_text())
-    for point in result["points"]:
-        answers = [[Compared(**one) for one in of] for of in point.pop("answers")]
-        point["known"] = figures([of[:1] for of in answers])
-        point["asked_again"] = figures([of[1:] for of in answers])
-    return result
+        with (
+            said.open("w") as stderr,
+            subprocess.Popen([str(python), str(_SIDE), str(asked)], stdout=subprocess.PIPE, stderr=stderr, text=True) as side,
+        ):
+            assert side.stdout is not None
+            for line in side.stdout:
+                for answered in json.loads(line):
+                    tell(f"kvpress: {kind}, conversation {answered['index']}, {answered['policy']}")
+                    records.add(Record.of({"kind": kind, "length": length, **answered}))
+        if side.returncode:
+            raise PressError("kvpress failed:\n" + "\n".join(said.read_text().splitlines()[-8:]))

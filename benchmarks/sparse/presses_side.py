@@ -1,13 +1,12 @@
-"""The half that runs in kvpress's environment: conversations in, figures of every answer out. Imports nothing of ours.
+"""The half that runs in kvpress's environment: conversations in, records out. Imports nothing of ours.
 
-python presses_side.py WORK.json ANSWERS.json
+python presses_side.py WORK.json     a line of JSON on stdout for each conversation: its records, full KV's last
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import DynamicCache
 PRESSES = {
     "streaming": lambda ratio: kvpress.StreamingLLMPress(ratio, n_sink=4),
     "h2o": kvpress.ObservedAttentionPress,
-    "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=32),
+    "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=64),
 }
 
 
@@ -39,8 +38,8 @@ def ask(model: Any, conversation: dict[str, Any], press: Any) -> list[torch.Tens
     return [logits[first - start : last - start] for first, last in conversation["answers"]]
 
 
-def figures(conversation: dict[str, Any], full: list[torch.Tensor], asked: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Of every answer."""
+def compared(conversation: dict[str, Any], full: list[torch.Tensor], asked: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Every answer, as benchmarks.quality.compare has it."""
     found = []
     for (first, last), p, q in zip(conversation["answers"], full, asked, strict=True):
         tokens = torch.tensor(conversation["tokens"][first:last])[:, None]
@@ -64,20 +63,19 @@ def main() -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
     # Only eager attention hands out the attention that ObservedAttentionPress looks at.
     model = load(work["model"], dtype=torch.bfloat16, attn_implementation="eager").eval()
-    started = time.perf_counter()
-    full = [ask(model, each, None) for each in work["conversations"]]
-    points = []
-    for name, press in PRESSES.items():
-        for fraction in work["fractions"]:
-            print(f"kvpress: {name} at {fraction:.0%}", file=sys.stderr, flush=True)
-            answers = [
-                figures(each, logits, ask(model, each, press(1 - fraction)))
-                for each, logits in zip(work["conversations"], full, strict=True)
-            ]
-            points.append({"policy": name, "fraction": fraction, "answers": answers})
-    versions = {"kvpress": "0.5.5", "transformers": transformers.__version__, "torch": torch.__version__}
-    result = {"versions": versions, "points": points, "seconds": time.perf_counter() - started}
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    for index, conversation in work["conversations"].items():
+        full = ask(model, conversation, None)
+
+        def record(policy: str, fraction: float, asked: list[torch.Tensor]) -> dict[str, Any]:
+            answers = compared(conversation, full, asked)  # noqa: B023 - called in this round of the loop alone
+            return {"index": int(index), "policy": f"kvpress {policy}", "fraction": fraction, "answers": answers}  # noqa: B023
+
+        found = [
+            record(name, fraction, ask(model, conversation, press(1 - fraction)))
+            for name, press in PRESSES.items()
+            for fraction in work["fractions"]
+        ]
+        print(json.dumps([*found, record("full", 1.0, full)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,111 +2,87 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.quality.compare import Compared, Figure, mean_of
+from benchmarks.quality.compare import Compared
 from benchmarks.quality.forced import Forced
-from benchmarks.quality.suite import PASSES
 from benchmarks.sparse.conversations import Conversation, conversations
+from benchmarks.sparse.records import Record, Records
+from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.outputs import SparseReport
 
-Policy = Callable[[int], dict[str, Any]]
-
-# A budget in tokens -> the request field. Windows of observation and of recent tokens are the policies' own defaults.
-POLICIES: dict[str, Policy] = {
-    name: (lambda budget, name=name: {"name": name, "budget": budget})
-    for name in ("streaming", "h2o", "snapkv", "quest", "infinigen")
-}
-# The threshold bounds what crosses, the places what is there: without the one, the other alone decides.
-POLICIES["infinigen, any score"] = lambda budget: {"name": "infinigen", "budget": budget, "alpha": 99}
-_REPORTED = (
-    "num_kept_tokens",
-    "num_blocks",
-    "num_returned_blocks",
-    "returned_bytes",
-    "host_bytes",
-    "sketch_bytes",
-    "fetched_bytes",
-)
+# Windows of observation and of recent tokens are the policies' own defaults.
+POLICIES = ("streaming", "h2o", "snapkv", "pyramid", "quest", "infinigen")
 
 
-@dataclass
-class Point:
-    """One policy at one kept fraction: per conversation, its answers compared, and what the engine reported."""
-
-    answers: list[list[Compared]] = field(default_factory=list)
-    reports: list[SparseReport] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Figures of the first question and of the later ones, means over what the engine reported."""
-        found: dict[str, Any] = {
-            name: figures([of[first:last] for of in self.answers])
-            for name, first, last in (("known", 0, 1), ("asked_again", 1, None))
-        }
-        for name in _REPORTED:
-            found[name] = float(np.mean([getattr(report, name) for report in self.reports]))
-        return found
-
-
-def figures(answers: Sequence[Sequence[Compared]]) -> dict[str, Any]:
-    def mean(value: Callable[[Compared], Sequence[float]]) -> Figure:
-        return mean_of([[each for one in of for each in value(one)] for of in answers])
-
-    return {
-        "exact_match": asdict(mean(lambda one: [all(one.right)])),
-        "answer_nll": asdict(mean(lambda one: [sum(one.nll)])),
-        "answer_nll_change": asdict(mean(lambda one: [sum(one.nll) - sum(one.nll_full)])),
-        "kl": asdict(mean(lambda one: one.kl)),
-        "top1_agreement": asdict(mean(lambda one: one.agrees)),
-        "num_answers": sum(map(len, answers)),
-    }
+def with_budget(policy: str, budget: int) -> dict[str, Any]:
+    """The request field of a policy that is written as a line of text, `infinigen:alpha=5`, with a budget in tokens."""
+    parsed = parse_kv_policy(f"{policy}{',' if ':' in policy else ':'}budget={budget}")
+    settings = {name: value for name, value in asdict(parsed).items() if value is not None}
+    return {"name": parsed.name, **settings}
 
 
 class Questions:
-    """Asks an engine. What full KV said of each conversation is kept, so that it is computed once."""
+    """Asks an engine, conversation by conversation: what full KV says of one is computed once for all policies."""
 
     def __init__(self, forced: Forced, tell: Callable[[str], None]) -> None:
         self._forced, self._tell = forced, tell
-        self._tokenizer = forced.engine.tokenizer
 
-    def ask(self, conversation: Conversation, policy: dict[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
-        """Logits before every token of every answer, `[tokens, vocab_size]` each, and the engine's report."""
+    def ask(
+        self, conversation: Conversation, policy: dict[str, Any] | None, *, share: bool = False
+    ) -> tuple[list[torch.Tensor], SparseReport | None]:
+        """Logits before every token of every answer, `[tokens, vocab_size]` each, and the engine's report.
+
+        Args:
+            share: the prompt may be hit in the cache, and stays there.
+        """
         wanted = [range(*answer) for answer in conversation.answers]
         rows: dict[int, torch.Tensor] = {}
-        read = self._forced.read(conversation.tokens, conversation.num_prompt, decode=True, kv_policy=policy)
+        read = self._forced.read(
+            conversation.tokens, conversation.num_prompt, decode=True, share=share, kv_policy=policy
+        )
         for position, logits in read:
             for offset, row in enumerate(logits):
                 if any(position + offset in answer for answer in wanted):
                     rows[position + offset] = row
         return [torch.stack([rows[at] for at in answer]) for answer in wanted], self._forced.sparse
 
-    def measure(self, kind: str, length: int, count: int, fractions: Sequence[float]) -> dict[str, Any]:
-        """One kind of task: whether full KV masters it, and if so, what each policy makes of it."""
-        told = list(conversations(self._tokenizer, kind, length, count))
-        self._tell(f"{kind}, {length} tokens: full KV on {count} conversations")
-        full = [self.ask(one, None)[0] for one in told]
-        itself = [list(_compared(one, logits, logits)) for one, logits in zip(told, full, strict=True)]
-        report = {"kind": kind, "length": length, "full": figures(itself), "points": []}
-        report["counts"] = report["full"]["exact_match"]["value"] >= PASSES
-        if not report["counts"]:
-            return report
-        for name, policy in POLICIES.items():
-            for fraction in fractions:
-                self._tell(f"{kind}, {length} tokens: {name} at {fraction:.0%}")
-                point = Point()
-                for one, logits in zip(told, full, strict=True):
-                    asked, sparse = self.ask(one, policy(round(fraction * one.num_prompt)))
-                    point.answers.append(list(_compared(one, logits, asked)))
-                    point.reports.append(sparse)
-                report["points"].append({"policy": name, "fraction": fraction, **point.summary()})
-        gc.collect()
-        return report
+    def measure(
+        self,
+        kind: str,
+        length: int,
+        indices: range,
+        policies: Sequence[str],
+        fractions: Sequence[float],
+        records: Records,
+    ) -> None:
+        """Add what is missing of these conversations, full KV included."""
+        engine = self._forced.engine
+        cells = [("full", 1.0), *product(policies, fractions)]
+        told = conversations(engine.tokenizer, kind, length, indices.stop)
+        for index, conversation in enumerate(told):
+            missing = [cell for cell in cells if (kind, length, index, *cell) not in records]
+            if index not in indices or not missing:
+                continue
+            self._tell(f"{kind}, {length} tokens, conversation {index}: {len(missing)} to ask")
+            num_prompt, num_tokens = conversation.num_prompt, len(conversation.tokens)
+            full, _ = self.ask(conversation, None, share=True)
+            for policy, fraction in missing:
+                asked, sparse = full, None
+                if policy != "full":
+                    field = with_budget(policy, round(fraction * num_prompt))
+                    # h2o goes by what it sees computed; of the others, a hit leaves what they go by.
+                    asked, sparse = self.ask(conversation, field, share=field["name"] != "h2o")
+                answers = list(_compared(conversation, full, asked))
+                kv_bytes = float(engine.core.cache.layout.bytes_per_token * num_prompt)
+                done = None if sparse is None else asdict(sparse)
+                num_steps = num_tokens - num_prompt
+                records.add(Record(kind, length, index, policy, fraction, answers, num_steps, kv_bytes, done))
 
 
 def _compared(

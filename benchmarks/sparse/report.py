@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +26,48 @@ def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print everything that was measured."""
-    for task in report.get("quality", []):
-        full = task["full"]["exact_match"]
-        title = f"{task['kind']}, {task['length']} tokens: full KV answers {full['value']:.0%} of {full['n']} x 4"
-        if not task["counts"]:
-            console.print(f"{title}: does not count")
-            continue
-        _show_points(task, title, console)
-    for press in report.get("kvpress", []):
-        _show_points(press, f"kvpress: {press['kind']}, {press['length']} tokens", console)
-    if "streaming" in report:
-        streaming = report["streaming"]
-        table = Table("run", *[f"to {bound:,}" for bound in streaming["bounds"][1:]], "most blocks")
-        table.title = f"perplexity, {streaming['window']} tokens kept"
-        for name, run in streaming["runs"].items():
-            table.add_row(name, *[f"{one:.2f}" for one in run["perplexity"]], str(run["most_blocks"]))
+    for task in report["quality"]:
+        _show_task(task, console)
+    if report["streaming"]:
+        bounds = report["streaming"][0]["bounds"]
+        table = Table("run", *[f"to {bound:,}" for bound in bounds[1:]], title="perplexity, and most blocks held")
+        for run in report["streaming"]:
+            shown = [f"{one:.2f}, {held}" for one, held in zip(run["perplexity"], run["most_blocks"], strict=True)]
+            table.add_row(f"{run['sinks']} sinks, {run['window']} tokens", *shown)
         console.print(table)
-    if "throughput" in report:
+    if report["throughput"]:
         measured = report["throughput"]
-        table = Table("policy", "decode, tokens/s", "prefill, s", "blocks held", "host, MiB")
+        table = Table("policy", "decode, tokens/s", "first step, s", "blocks held", "sketches, MiB", "host, MiB")
         table.title = f"{measured['batch']} prompts of {measured['length']} tokens, {measured['fraction']:.0%} kept"
         for name, one in measured["policies"].items():
-            rate, prefill = f"{one['decode_tokens_per_s']:.1f}", f"{one['prefill_s']:.1f}"
-            table.add_row(name, rate, prefill, str(one["held_blocks"]), f"{one['host_bytes'] / 2**20:.0f}")
+            outside = [f"{one[part] / 2**20:.0f}" for part in ("sketch_bytes", "host_bytes")]
+            rate, first = f"{one['decode_tokens_per_s']:.1f}", f"{one['first_step_s']:.2f}"
+            table.add_row(name, rate, first, str(one["held_blocks"]), *outside)
         console.print(table)
 
 
-def _show_points(task: Mapping[str, Any], title: str, console: Console) -> None:
-    table = Table("policy", "kept", title=title)
-    for asked in ("known question", "asked again"):
-        for name in ("right", "NLL change", "KL", "same choice"):
-            table.add_column(f"{asked}: {name}")
+def _show_task(task: Mapping[str, Any], console: Console) -> None:
+    counts = "" if task["counts"] else ": does not count, full KV has under 70% right"
+    table = Table("policy", "kept", "contexts", title=f"{task['kind']}, {task['length']} tokens{counts}")
+    for column in ("known: right", "asked again: right", "all: right less full's", "perplexity", "KL", "same choice"):
+        table.add_column(column)
+    table.add_column("fetched a step")
+    table.add_column("sketches")
     for point in task["points"]:
-        row = [point["policy"], f"{point['fraction']:.0%}"]
-        for asked in ("known", "asked_again"):
-            one = point[asked]
-            row += [interval(one["exact_match"], "{:.0%}"), f"{one['answer_nll_change']['value']:+.3f}"]
-            row += [f"{one['kl']['value']:.3f}", f"{one['top1_agreement']['value']:.0%}"]
-        table.add_row(*row)
+        known, again, every = point["known"], point["asked_again"], point["all"]
+        table.add_row(
+            point["policy"],
+            f"{point['fraction']:.0%}",
+            str(every["right"]["n"]),
+            interval(known["right"], "{:.0%}"),
+            interval(again["right"], "{:.0%}"),
+            interval(every["right_change"], "{:+.1%}"),
+            interval(every["perplexity_change"], "{:+.1%}"),
+            f"{every['kl']['value']:.3f}",
+            f"{every['top1_agreement']['value']:.1%}",
+            f"{point['fetched_per_step']:.1%}" if point.get("fetched_per_step") else "",
+            f"{point['sketch_share']:.0%}" if point.get("sketch_share") else "",
+        )
     console.print(table)
 
 
@@ -71,40 +75,42 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     """Right answers against kept fraction for both kinds of question, all tasks that count, and perplexity."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
     known, again, along = figure.subplots(1, 3)
-    counted = [task for task in report.get("quality", []) if task["counts"]]
+    counted = [task for task in report["quality"] if task["counts"]]
     for axes, asked, title in ((known, "known", "the known question"), (again, "asked_again", "asked again")):
-        for name, line in (("", counted), ("kvpress ", report.get("kvpress", []))):
-            _lines(axes, line, asked, name)
+        _lines(axes, counted, asked)
         axes.set_xscale("log")
+        axes.set_xticks([1, 0.5, 0.2, 0.1], ["100%", "50%", "20%", "10%"], minor=False)
+        axes.minorticks_off()
         axes.invert_xaxis()
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("share of KV kept on the device")
         axes.set_title(f"right answers, {title}")
-        if axes.has_data():
-            axes.legend(fontsize="small")
-    if "streaming" in report:
-        streaming = report["streaming"]
-        for name, run in streaming["runs"].items():
-            along.plot(streaming["bounds"][1:], run["perplexity"], marker=".", label=name)
+    if known.has_data():
+        known.legend(fontsize="x-small")
+    for run in report["streaming"]:
+        along.plot(run["bounds"][1:], run["perplexity"], marker=".", label=f"{run['sinks']} sinks")
+    if along.has_data():
         along.set_yscale("log")
         along.legend()
     along.set_xlabel("tokens of text")
     along.set_title("perplexity in constant memory")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=90)
     return path
 
 
-def _lines(axes: Any, measured: list[Mapping[str, Any]], asked: str, prefix: str) -> None:
-    """A line for each policy: the mean over tasks at each fraction."""
+def _lines(axes: Any, tasks: Sequence[Mapping[str, Any]], asked: str) -> None:
+    """A line for each policy: the mean over tasks at each fraction, from full KV at 100%."""
     found: dict[str, dict[float, list[float]]] = {}
-    for task in measured:
+    for task in tasks:
         for point in task["points"]:
             of = found.setdefault(point["policy"], {}).setdefault(point["fraction"], [])
-            of.append(point[asked]["exact_match"]["value"])
+            of.append(point[asked]["right"]["value"])
     for name, values in found.items():
-        fractions = sorted(values)
-        means = [sum(values[fraction]) / len(values[fraction]) for fraction in fractions]
-        style = "--" if prefix else "-"
-        axes.plot(fractions, means, style, marker=".", label=f"{prefix}{name}")
+        if name.endswith("full"):
+            continue
+        theirs = name.startswith("kvpress ")
+        start = found.get("kvpress full" if theirs else "full", {})
+        fractions, means = zip(*sorted((at, sum(of) / len(of)) for at, of in (values | start).items()), strict=True)
+        axes.plot(fractions, means, "--" if theirs else "-", marker=".", label=name)

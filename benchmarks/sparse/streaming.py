@@ -40,23 +40,29 @@ def long_text(forced: Forced, num_tokens: int) -> list[int]:
     return tokens[:num_tokens]
 
 
-def measure(forced: Forced, num_tokens: int, window: int, pieces: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Perplexity in equal pieces of the text, and the most blocks held, for sinks of 4 and of 0 tokens."""
+def measure(forced: Forced, num_tokens: int, window: int, pieces: int, sinks: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Perplexity in equal pieces of the text, and the most blocks held during each."""
     tokens = long_text(forced, num_tokens)
     bounds = np.linspace(1, len(tokens), pieces + 1).astype(int)
-    report: dict[str, Any] = {"num_tokens": len(tokens), "window": window, "bounds": bounds.tolist(), "runs": {}}
     cache = forced.engine.core.cache
-    for name, sinks in (("4 sinks", 4), ("no sinks", 0)):
-        tell(f"streaming: {len(tokens):,} tokens, {name}, {window} tokens kept")
-        nll = np.full(len(tokens), np.nan)
-        held = 0
-        policy = {"name": "streaming", "sinks": sinks, "budget": window}
-        for position, logits in forced.read(tokens, 1, decode=False, kv_policy=policy):
-            held = max(held, cache.num_held_blocks)
-            wanted = logits.new_tensor(tokens[position : position + len(logits)]).long()[:, None]
-            nll[position : position + len(logits)] = -logits.log_softmax(-1).gather(1, wanted)[:, 0].numpy()
-        report["runs"][name] = {
-            "perplexity": [float(np.exp(nll[first:last].mean())) for first, last in pairwise(bounds)],
-            "most_blocks": held,
-        }
-    return report
+    nll = np.full(len(tokens), np.nan)
+    blocks = np.zeros(pieces, dtype=int)
+    policy = {"name": "streaming", "sinks": sinks, "budget": window}
+    piece = -1
+    for position, logits in forced.read(tokens, 1, decode=False, kv_policy=policy):
+        at = min(int(np.searchsorted(bounds, position, side="right")) - 1, pieces - 1)
+        if at > piece:
+            piece = at
+            tell(f"streaming: {sinks} sinks, {window} tokens kept, token {position:,} of {len(tokens):,}")
+        blocks[at] = max(blocks[at], cache.num_held_blocks)
+        wanted = logits.new_tensor(tokens[position : position + len(logits)]).long()[:, None]
+        nll[position : position + len(logits)] = -logits.log_softmax(-1).gather(1, wanted)[:, 0].numpy()
+    perplexity = [float(np.exp(nll[first:last].mean())) for first, last in pairwise(bounds)]
+    return {
+        "num_tokens": len(tokens),
+        "window": window,
+        "sinks": sinks,
+        "bounds": bounds.tolist(),
+        "perplexity": perplexity,
+        "most_blocks": blocks.tolist(),
+    }

@@ -50,6 +50,7 @@ from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import as_tokens
 from pagoda.model.lora import Adapter
 from pagoda.model.tokenizer import Tokenizer
+from pagoda.sparse.report import total
 
 _RESTORE_WAIT_S = 0.002
 
@@ -184,10 +185,8 @@ class EngineCore:
             scope = adapted(scope, chosen, tokens)
         if blend is not None:
             check_passages(blend, int(tokens.size), scope, self.cache.layout)
-        request = self._intake.request(request_id, tokens, params, scope, priority)
-        if blend is not None and request.sparse is not None:
-            message = "passages cannot be reused where a kv_policy drops tokens: ask for {'name': 'none'}"
-            raise InvalidRequest(message, param="kv_policy")
+        whole = None if blend is None else "reuses no passages"
+        request = self._intake.request(request_id, tokens, params, scope, priority, whole=whole)
         self.pressure.admit(request)
         request.adapter = chosen
         request.leases = tuple(sorted(leases, key=lambda spec: spec.num_tokens))
@@ -230,10 +229,10 @@ class EngineCore:
         sample = next((each for each in source.samples if each.index == index), None) if source else None
         if source is None or sample is None or sample.finish_reason is not None or source.beams is not None:
             raise InvalidRequest(f"request {request_id!r} has no live sample {index} to fork", param="request_id")
-        if source.sparse is not None:
+        if sample.sparse is not None:
             raise InvalidRequest(f"request {request_id!r} has a kv_policy: it cannot be forked", param="kv_policy")
         tokens = sample.tokens.view.copy()
-        request = self._intake.request(new_id, tokens, params, source.scope, source.priority, is_fork=True)
+        request = self._intake.request(new_id, tokens, params, source.scope, source.priority, whole="is no fork")
         request.adapter = source.adapter
         self._forker.branch(sample, request)
         lease = request.samples[0].lease
@@ -373,7 +372,7 @@ class EngineCore:
                 observer.on_finished(stats)
             if self._auditor is not None:
                 self._auditor.consider(request)
-        sparse = None if request.sparse is None else request.sparse.report
+        sparse = total([each.sparse.report for each in request.samples if each.sparse is not None])
         outcomes = tuple(request.outcomes)
         return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, outcomes, sparse=sparse)
 

@@ -43,7 +43,8 @@ class Forker:
         prompt = request.prompt.tolist() if params.repetition_penalty != 1.0 else ()  # only that penalty reads it
         sampler = SamplerState(params, self._vocab_size, prompt, index=index)
         held = Completion(index) if params.is_ranked else None
-        return Sample(request, index, tokens, sampler, self._text(request), held=held)
+        sparse = request.sparse if index == 0 else None
+        return Sample(request, index, tokens, sampler, self._text(request), held=held, sparse=sparse)
 
     def _text(self, request: Request) -> OutputText:
         params = request.params
@@ -59,6 +60,8 @@ class Forker:
         request = first.request
         others = [self.sample(request, index, first.tokens.fork()) for index in range(1, request.params.num_samples)]
         for other in others:
+            if first.sparse is not None:
+                other.sparse = first.sparse.fork(first.running_lease)
             self._run_beside(first, other)
         request.samples += others
         return others

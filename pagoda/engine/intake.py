@@ -39,15 +39,18 @@ class Intake:
         scope: Scope,
         priority: int,
         *,
-        is_fork: bool = False,
+        whole: str | None = None,
     ) -> Request:
         """A request without samples: what of its parameters depends on the engine is decided here.
+
+        Args:
+            whole: why its KV must stay whole; None: it may be sparse.
 
         Raises:
             InvalidRequest: a setting that cannot be had here.
             ContextTooLong: prompt and output can never fit; the message has the numbers.
         """
-        policy = self._policy(params, is_fork=is_fork)
+        policy = self._policy(params, "has no beams" if params.beam is not None else whole)
         max_tokens = self._max_tokens(int(tokens.size), params, policy)
         request = Request(request_id, tokens, params, scope, priority, max_tokens)
         if policy is not None and self.sparsity is not None:
@@ -63,9 +66,8 @@ class Intake:
             request.beams = BeamState(params.beam, end_ids, max_tokens)
         return request
 
-    def _policy(self, params: SamplingParams, *, is_fork: bool) -> SparsePolicy | None:
-        forks = is_fork or params.num_samples > 1 or params.beam is not None
-        return None if self.sparsity is None else self.sparsity.policy_for(params.kv_policy, forks=forks)
+    def _policy(self, params: SamplingParams, whole: str | None) -> SparsePolicy | None:
+        return None if self.sparsity is None else self.sparsity.policy_for(params.kv_policy, whole=whole)
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, policy: SparsePolicy | None) -> int:
         if policy is not None and self.sparsity is not None:

@@ -76,7 +76,7 @@ class Sample:
     """One output of a request: the unit that is scheduled.
 
     `lease` is there while it runs; its `num_computed_tokens` of the `tokens` have KV. `held` collects the output of a
-    request that is ranked at the end. A beam has computed all its tokens and has `continuations` while it waits for the
+    request that is ranked at the end. `sparse` is what a kv_policy does to it; None: its KV stays whole. A beam has computed all its tokens and has `continuations` while it waits for the
     other beams of its request.
     """
 
@@ -91,6 +91,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     held: Completion | None = None
     continuations: Sequence[TokenLogprob] = ()
+    sparse: SparseSequence | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,11 +102,6 @@ class Sample:
     def num_uncomputed(self) -> int:
         """Known tokens without KV; 1 while decoding, 0 for a beam that waits. The sample must be running."""
         return len(self.tokens) - self.running_lease.num_computed_tokens
-
-    @property
-    def sparse(self) -> SparseSequence | None:
-        """What its request's kv_policy does to it: then it is the request's only sample."""
-        return self.request.sparse
 
     def num_next(self, budget: int) -> int:
         """How many rows it may have in the next step, at most `budget`. The sample must be running."""
@@ -143,8 +139,8 @@ class Request:
         beams: the state of a beam search.
         num_forks: beams made so far.
         adapter: changes the model for it, from the scope's `adapter_from` on.
-        sparse: what its kv_policy does to it; None: its KV stays whole.
-        peak_blocks: the most blocks that it then holds at once.
+        sparse: what its kv_policy does to its first sample, before the others fork from it; None: its KV stays whole.
+        peak_blocks: the most blocks that a sample then holds at once.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
         is_announced: observers were told of it.

@@ -154,6 +154,42 @@ def _check_staging(staging: Staging, view: KVView) -> None:
         _check_rows(name, part)
 
 
+def check_recall(
+    queries: torch.Tensor,
+    sketches: torch.Tensor,
+    resident: torch.Tensor,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    view: KVView,
+    table: torch.Tensor,
+    unit: int,
+) -> None:
+    """The arguments of `recall_entries`."""
+    check_view(view)
+    num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
+    _check_float("sketches", sketches)
+    if sketches.dim() != 3 or sketches.shape[0] != num_kv_heads:
+        raise KernelError(f"sketches must be [{num_kv_heads}, width, units]; got {_show(sketches)}")
+    _check_rows("sketches", sketches)
+    num_units = sketches.shape[2]
+    if queries.dim() != 3 or queries.shape[::2] != sketches.shape[:2] or not _is_plain(queries, torch.float32):
+        raise KernelError(f"queries must be a contiguous float32 [{num_kv_heads}, group, width]; got {_show(queries)}")
+    if resident.dim() != 2 or resident.shape[0] != num_kv_heads or not _is_plain(resident, torch.int64):
+        raise KernelError(f"resident must be a contiguous int64 [{num_kv_heads}, places]; got {_show(resident)}")
+    if not 0 < resident.shape[1] <= num_units or unit < 1 or view.is_quantized:
+        raise KernelError("recall needs a place, a unit for each place, tokens in units, and views in full")
+    if entries.dim() != 4 or (entries.shape[0], *entries.shape[2:]) != (num_kv_heads, 2, head_dim):
+        raise KernelError(f"entries must be [{num_kv_heads}, slots, 2, {head_dim}]; got {_show(entries)}")
+    if not entries[0, 0].is_contiguous():
+        raise KernelError("the key and the value of an entry must lie side by side")
+    _check_index("slots", slots, torch.int64, num_units * unit)
+    _check_index("table", table, torch.int32, table.numel())
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()
+
+
 def check_step(
     token_ids: torch.Tensor,
     positions: torch.Tensor,

@@ -237,6 +237,43 @@ def paged_attention(
     return AttentionOutput(out, lse, mass)
 
 
+def recall_entries(
+    queries: torch.Tensor,
+    sketches: torch.Tensor,
+    resident: torch.Tensor,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    view: KVView,
+    table: torch.Tensor,
+    *,
+    unit: int,
+    alpha: float,
+) -> int:
+    """See `dispatch.recall_entries`. Where copying converts, the reference does it."""
+    if not view.is_plain(entries.dtype):
+        return reference.recall_entries(
+            queries, sketches, resident, entries, slots, view, table, unit=unit, alpha=alpha
+        )
+    count: int = _native.recall_entries(
+        _DTYPES[sketches.dtype],
+        queries.data_ptr(),
+        _heads(sketches),
+        (*queries.shape[1:], sketches.shape[2]),
+        resident.data_ptr(),
+        resident.shape[1],
+        unit,
+        alpha,
+        _heads(entries),
+        entries.shape[1],
+        slots.data_ptr(),
+        pool_at(view),
+        table.data_ptr(),
+        table.numel(),
+        torch.get_num_threads(),
+    )
+    return count
+
+
 def _heads(x: torch.Tensor) -> tuple[int, int, int]:
     stride = x.stride()
     return x.data_ptr(), stride[0], stride[1]

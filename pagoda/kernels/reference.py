@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from pagoda.errors import KernelError
 from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows
+from pagoda.kernels.recall import recall_entries as recall_entries
 from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
 
 

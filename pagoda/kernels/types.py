@@ -150,6 +150,10 @@ class Int8Matrix:
         scales = torch.where(largest > 0, largest / _MAX_CODE, 1.0)
         return cls((wide / scales[:, None]).round_().to(torch.int8), scales)
 
+    def __getitem__(self, outputs: slice) -> Int8Matrix:
+        """The rows of some outputs, as a view."""
+        return Int8Matrix(self.codes[outputs], self.scales[outputs])
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The chosen outputs' weights, float32 `[len(index), in]`."""
         return self.codes[index].float() * self.scales[index, None]

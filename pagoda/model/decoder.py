@@ -220,11 +220,20 @@ class Decoder:
             residual: the residual stream `[rows, hidden_size]`, of this layer or, as a forecast, of an earlier one.
             positions: int64 `[rows]`.
         """
-        normed = rms_norm(residual, self.weights.layers[layer].input_norm, self.spec.norm_eps)
-        q, _, _ = self._project(layer, normed, None)
+        spec, weights = self.spec, self.weights.layers[layer]
+        size = spec.num_heads * spec.head_dim
+        bias = None if weights.qkv_bias is None else weights.qkv_bias[:size]
+        normed = rms_norm(residual, weights.input_norm, spec.norm_eps)
+        q = linear(normed, weights.qkv[:size], bias).view(len(normed), -1, spec.head_dim)
+        if weights.q_norm is not None:
+            q = rms_norm(q, weights.q_norm, spec.norm_eps)
+        return self.rotated(layer, q, positions)
+
+    def rotated(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A layer's queries `[rows, num_heads, head_dim]`, rotated by their positions, int64 `[rows]`; a new tensor."""
         cos, sin = (table[positions, None] for table in self._rotations[layer])
-        first, second = q.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
+        first, second = queries.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(queries.dtype)
 
     def _project(
         self, index: int, x: torch.Tensor, adapters: AdapterRows | None

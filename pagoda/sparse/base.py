@@ -115,6 +115,10 @@ class SparseSequence(Protocol):
         """See the attention mass of the entries, float32 `[num_kv_heads, context_len]`, a view that must be copied."""
         ...
 
+    def fork(self, lease: Lease) -> Self:
+        """The same for another lease on the same blocks, from where this one's prompt is computed on."""
+        ...
+
     def forget(self, lease: Lease) -> None:
         """The lease ends, and another may come later, for the same tokens from the first on."""
         ...

@@ -27,7 +27,7 @@ class HostPool:
 
     Attributes:
         bytes_per_entry: of a token's key and value in one layer and KV head.
-        num_fetched_bytes: what `gather` returned so far.
+        num_fetched_bytes: what was brought to the device so far, counted by those who bring it.
 
     Args:
         num_bytes: at most so much is held; at least one block.
@@ -79,11 +79,9 @@ class HostPool:
         """A layer's keys at `n` slots, `[num_kv_heads, n, head_dim]`."""
         return self._entries[layer, :, slots, 0]
 
-    def gather(self, layer: int, heads: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values `[n, head_dim]` of `n` pairs of a KV head and a slot."""
-        entries = self._entries[layer, heads, slots]
-        self.num_fetched_bytes += entries.nbytes
-        return entries[:, 0], entries[:, 1]
+    def entries(self, layer: int) -> torch.Tensor:
+        """A layer's memory, `[num_kv_heads, num_slots, 2, head_dim]`: read from it."""
+        return self._entries[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +91,13 @@ class RecallMemory:
     Attributes:
         host: where KV goes.
         queries: layer, residual stream and positions -> the rotated queries that the layer would make of them.
+        rotated: layer, queries and positions -> the queries, rotated.
         skew: number of columns -> the model's Skew, learnt when it is first asked for.
         scale: what the model multiplies scores by.
     """
 
     host: HostPool
     queries: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+    rotated: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     skew: Callable[[int], Skew]
     scale: float

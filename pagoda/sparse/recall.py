@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from pagoda.kernels import KVView
+from pagoda.kernels import KVView, recall_entries
 from pagoda.sparse.host import HostPool
 
 
@@ -41,41 +41,6 @@ class Sketch(Protocol):
     def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """From scaled, rotated queries `[num_kv_heads, group, head_dim]`, `[num_kv_heads, group, width]`."""
         ...
-
-
-def margins(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """How far each unit's score is below the best one of the query that wants it most; 0 is the best.
-
-    Args:
-        queries: sketches of one row's queries, `[num_kv_heads, group, width]`.
-        keys: sketches of units, `[num_kv_heads, units, width]`.
-
-    Returns:
-        float32 `[num_kv_heads, units]`.
-    """
-    scores = (queries.to(keys.dtype) @ keys.mT).float()
-    return (scores - scores.amax(-1, keepdim=True)).amax(1)
-
-
-def swaps(
-    margin: torch.Tensor, resident: torch.Tensor, alpha: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which units to fetch, and over which resident ones: for each KV head, the best absent ones over the worst there.
-
-    Args:
-        margin: `[num_kv_heads, units]`.
-        resident: the unit in each place, int64 `[num_kv_heads, places]`.
-        alpha: what is further below the best than this stays where it is.
-
-    Returns:
-        KV heads, places and units, int64, one of each for every unit that is fetched.
-    """
-    absent = margin.scatter(1, resident, -torch.inf)
-    most = min(int((absent >= -alpha).sum(1).max()), resident.shape[1])
-    best, units = absent.topk(most, dim=1)
-    worst, places = margin.gather(1, resident).topk(most, dim=1, largest=False)
-    heads, rank = ((best >= -alpha) & (best > worst)).nonzero(as_tuple=True)
-    return heads, places[heads, rank], units[heads, rank]
 
 
 class RecalledKV:
@@ -110,7 +75,7 @@ class RecalledKV:
 
     @property
     def num_sketch_bytes(self) -> int:
-        """Bytes of sketches on the device, what is reserved for later tokens included."""
+        """Bytes of sketches on the device, room for later tokens included."""
         return sum(each.nbytes for each in self._sketches.values())
 
     @property
@@ -145,29 +110,15 @@ class RecalledKV:
         last = stop // unit
         if last > first:
             whole = self._host.keys(self._at[layer], self._slots[first * unit : last * unit]).to(keys.device)
-            self._note(layer, first, self.sketch.of_keys(layer, whole).to(keys.dtype))
-
-    def _note(self, layer: int, first: int, new: torch.Tensor) -> None:
-        last = first + new.shape[1]
-        known = self._sketches.get(layer)
-        if known is None or known.shape[1] < last:
-            grown = new.new_empty(new.shape[0], last + last // 4, new.shape[2])
-            if known is not None:
-                grown[:, :first] = known[:, :first]
-            self._sketches[layer] = known = grown
-        known[:, first:last] = new
-        self._num_sketched[layer] = last
+            new = self.sketch.of_keys(layer, whole).to(keys.dtype)
+            if layer not in self._sketches:
+                self._sketches[layer] = new.new_empty(new.shape[0], new.shape[2], self._slots.numel() // unit)
+            self._sketches[layer][:, :, first:last] = new.mT
+            self._num_sketched[layer] = last
 
     def place(self, units: torch.Tensor) -> None:
         """Say which units are in the places of every layer, int64 `[num_kv_heads, places]`."""
-        self.resident = {layer: units.clone() for layer in self._at}
-
-    def margins(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """What `margins` gives for one row's rotated queries `[num_heads, head_dim]` and all units that are fetched."""
-        known = self._sketches[layer]
-        grouped = queries.view(known.shape[0], -1, queries.shape[-1]).float() * self._scale
-        sketched = known[:, : self._num_sketched[layer]]
-        return margins(self.sketch.of_queries(layer, grouped), sketched)[:, : self.num_units]
+        self.resident = {layer: units.clone(memory_format=torch.contiguous_format) for layer in self._at}
 
     def fetch(self, layer: int, queries: torch.Tensor, view: KVView, table: torch.Tensor) -> None:
         """Bring what these queries need into the layer's places.
@@ -175,23 +126,23 @@ class RecalledKV:
         Args:
             queries: one row's, rotated, `[num_heads, head_dim]`.
             view: the layer's keys and values in the pool. Mutates the blocks of the places.
-            table: the request's block ids, int64.
+            table: the request's block ids, int32.
         """
-        resident = self.resident[layer]
-        heads, places, units = swaps(self.margins(layer, queries), resident, self.sketch.alpha)
-        if not heads.numel():
-            return
-        offsets = torch.arange(self.sketch.unit, device=units.device)
-        tokens = (units[:, None] * self.sketch.unit + offsets).flatten()
-        entries = (places[:, None] * self.sketch.unit + offsets).flatten()
-        repeated = heads.repeat_interleave(self.sketch.unit)
-        keys, values = self._host.gather(self._at[layer], repeated.cpu(), self._slots[tokens.cpu()])
-        block_size = view.keys.shape[2]
-        blocks, within = table[entries // block_size], entries % block_size
-        view.keys[blocks, repeated, within] = keys.to(view.keys)
-        view.values[blocks, repeated, within] = values.to(view.values)
-        resident[heads, places] = units
-        self.num_fetched += tokens.numel()
+        resident, unit = self.resident[layer], self.sketch.unit
+        grouped = queries.view(resident.shape[0], -1, queries.shape[-1]).float() * self._scale
+        num_units = recall_entries(
+            self.sketch.of_queries(layer, grouped),
+            self._sketches[layer][:, :, : self.num_units],
+            resident,
+            self._host.entries(self._at[layer]),
+            self._slots[: self.num_units * unit],
+            view,
+            table,
+            unit=unit,
+            alpha=self.sketch.alpha,
+        )
+        self.num_fetched += num_units * unit
+        self._host.num_fetched_bytes += num_units * unit * self._host.bytes_per_entry
 
     def close(self) -> None:
         """Give the host memory back."""

@@ -8,15 +8,17 @@
        +-----/----------------------------------------> tokens computed
 
 At the end of a prompt that is larger than the budget all its KV is copied to host memory, and what is left in the pool
-becomes places and recent tokens (see recall.py). Tokens that are decoded go to host memory at once and stay in the pool
-until they are no longer recent, which is settled for many at a time. The prompt itself is computed exactly, and needs
-its room in the pool until then.
+becomes places and recent tokens (see recall.py). Tokens that are decoded stay in the pool until they are no longer
+recent, which is settled for many at a time: only then they are copied to host memory. The prompt itself is computed
+exactly, and needs its room in the pool until then.
 """
 
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -105,7 +107,8 @@ class RecallingSequence:
         num_computed = lease.num_computed_tokens
         if num_computed < self._num_prompt or num_computed - self._num_dropped < self._budget:
             return
-        kv = self._kv or self._copy_to_host(lease, num_computed)
+        kv = self._kv or self._opened()
+        self._copy_to_host(kv, lease)
         num_units = (num_computed - self._recent) // self._sketch.unit
         keep = self._entries_to_keep(kv, num_units, num_computed)
         groups = self._memory.layout.groups
@@ -128,16 +131,20 @@ class RecallingSequence:
         self._num_dropped = num_computed - keep.shape[1]
         self._note(lease, before - lease.num_blocks, keep.shape[1])
 
-    def _copy_to_host(self, lease: Lease, num_computed: int) -> RecalledKV:
-        """Copy all KV. The room for what will be decoded is taken too: nothing may be lost later."""
-        memory, recall = self._memory, self._recall
-        kv = RecalledKV(self._sketch, recall.host, memory.full_layers, recall.scale)
+    def _opened(self) -> RecalledKV:
+        """Host memory, what will be decoded included: nothing may be lost later."""
+        kv = RecalledKV(self._sketch, self._recall.host, self._memory.full_layers, self._recall.scale)
         kv.reserve(self._num_total)
+        return kv
+
+    def _copy_to_host(self, kv: RecalledKV, lease: Lease) -> None:
+        """Copy what was computed since the last time."""
+        memory, first = self._memory, kv.num_tokens
+        new = torch.arange(first - self._num_dropped, lease.num_computed_tokens - self._num_dropped)
         for layer in self._layers:
             table = lease.tables[memory.layout.group_of_layer[layer]].ids
-            every = torch.arange(num_computed).expand(memory.views[layer].keys.shape[1], -1)
-            kv.append(layer, 0, memory.keys(layer, table, every), memory.values(layer, table, every))
-        return kv
+            entries = new.expand(memory.views[layer].keys.shape[1], -1)
+            kv.append(layer, first, memory.keys(layer, table, entries), memory.values(layer, table, entries))
 
     def _entries_to_keep(self, kv: RecalledKV, num_units: int, num_computed: int) -> torch.Tensor:
         """Places, then recent tokens. At first the places have the first unit and the last ones that are not recent."""
@@ -163,6 +170,11 @@ class RecallingSequence:
             returned_bytes=last.returned_bytes + num_returned * self._memory.layout.block_stride,
         )
 
+    def fork(self, lease: Lease) -> Self:
+        """See SparseSequence."""
+        assert self._kv is None, "a prompt's KV is in the pool until its first sample goes on"
+        return copy(self)
+
     def forget(self, lease: Lease) -> None:
         """See SparseSequence."""
         if self._kv is not None:
@@ -173,36 +185,29 @@ class RecallingSequence:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def before_layer(self, layer: int, residual: torch.Tensor, lease: Lease, start: int) -> None:
-        """Fetch what the next layer will need, or this one; its input is that of LayerInputHook."""
-        needing = []
-        if layer < _FIRST_AHEAD or not self._ahead:
-            needing.append(layer)
-        if layer + 1 >= _FIRST_AHEAD and self._ahead:
-            needing.append(layer + 1)
-        positions = torch.tensor([start], device=residual.device)
-        for each in needing:
-            if each in self._layers and self._kv is not None:
-                table = lease.tables[self._memory.layout.group_of_layer[each]].ids
-                blocks = torch.from_numpy(table.astype(np.int64)).to(residual.device)
-                queries = self._recall.queries(each, residual, positions)[0]
-                self._kv.fetch(each, queries, self._memory.views[each], blocks)
+        """Fetch what the next layer will need, if that can be foretold; its input is that of LayerInputHook."""
+        ahead = layer + 1
+        if ahead in self._layers and self._is_foretold(ahead):
+            self._fetch(ahead, self._recall.queries(ahead, residual, torch.tensor([start], device=residual.device)), lease)
+
+    def _is_foretold(self, layer: int) -> bool:
+        return self._ahead and layer >= _FIRST_AHEAD
+
+    def _fetch(self, layer: int, queries: torch.Tensor, lease: Lease) -> None:
+        if self._kv is not None:
+            table = lease.tables[self._memory.layout.group_of_layer[layer]].ids
+            self._kv.fetch(layer, queries[0], self._memory.views[layer], torch.from_numpy(table).to(queries.device))
 
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
     ) -> Place | None:
         """See SparseSequence. The batch counts the entries of layers that see everything; windows have their own."""
-        self._lease = lease
-        if layer in self._layers:
-            return None
-        table = lease.tables[self._memory.layout.group_of_layer[layer]]
-        return Place(start + len(k), table.slots(start, start + len(k)))
+        if layer not in self._layers:
+            table = lease.tables[self._memory.layout.group_of_layer[layer]]
+            return Place(start + len(k), table.slots(start, start + len(k)))
+        if not self._is_foretold(layer):
+            self._fetch(layer, self._recall.rotated(layer, q, torch.tensor([start], device=q.device)), lease)
+        return None
 
     def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
-        """See SparseSequence. What was computed goes to host memory."""
-        if self._kv is None or layer not in self._layers:
-            return
-        table = self._lease.tables[self._memory.layout.group_of_layer[layer]]
-        new = torch.arange(start - self._num_dropped, stop - self._num_dropped)
-        every = new.expand(self._memory.views[layer].keys.shape[1], -1)
-        keys, values = (read(layer, table.ids, every) for read in (self._memory.keys, self._memory.values))
-        self._kv.append(layer, start, keys, values)
+        """See SparseSequence. Nothing is looked at."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,14 @@ class SparseReport:
     host_bytes: int = 0
     sketch_bytes: int = 0
     fetched_bytes: int = 0
+
+
+def total(reports: Sequence[SparseReport]) -> SparseReport | None:
+    """What one policy did to all samples of a request: the sum of all but the tokens, of which the most counts."""
+    if len(reports) < 2:
+        return reports[0] if reports else None
+    fields = [asdict(each) for each in reports]
+    policy = fields[0].pop("policy")
+    most = ("num_kept_tokens", "num_dropped_tokens")
+    merged = {name: (max if name in most else sum)(each[name] for each in fields) for name in fields[0]}
+    return SparseReport(policy, **merged)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 
+from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import KVCache
 from pagoda.kv.lease import Lease
@@ -116,9 +118,28 @@ class DroppingSequence:
 
     def make_room(self, lease: Lease) -> None:
         """See SparseSequence."""
+        if self._is_due(lease.num_computed_tokens):
+            self._compress(lease)
+
+    def compress(self, lease: Lease, num_tokens: int) -> None:
+        """Have a budget of at most so many tokens, as few as the policy allows, and drop now what is beyond it.
+
+        The prompt must be computed.
+
+        Raises:
+            OutOfBlocks: there are not enough blocks to copy to; nothing changed.
+        """
+        before = self._policy
+        self._policy = before.with_budget(max(before.least_budget, min(num_tokens, before.num_tokens)))
+        if self._num_entries(lease.num_computed_tokens) > self._policy.num_tokens:
+            try:
+                self._compress(lease)
+            except OutOfBlocks:
+                self._policy = before
+                raise
+
+    def _compress(self, lease: Lease) -> None:
         num_computed = lease.num_computed_tokens
-        if not self._is_due(num_computed):
-            return
         keep: dict[int, torch.Tensor] = {}
         positions: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
@@ -203,9 +224,21 @@ class DroppingSequence:
             positions = start + torch.arange(policy.num_packed)
             memory.write_keys(layer, table, 0, memory.turned(layer, keys, positions))
 
+    def fork(self, lease: Lease) -> Self:
+        """See SparseSequence."""
+        twin = copy(self)
+        # Tensors in these are replaced, never changed.
+        twin._positions, twin._mass, twin._sinks = dict(self._positions), dict(self._mass), dict(self._sinks)
+        twin._see_again(lease)
+        return twin
+
+    def _see_again(self, lease: Lease) -> None:
+        """Computed again, it must see what it saw, and no more."""
+        if self._observed:
+            self.hit_limit = min(self.hit_limit, max(self._observed.start, lease.num_hit_tokens))
+
     def forget(self, lease: Lease) -> None:
         """See SparseSequence."""
-        if self._observed:  # the same must be seen again
-            self.hit_limit = min(self.hit_limit, max(self._observed.start, lease.num_hit_tokens))
+        self._see_again(lease)
         self._at, self.rotary_offset = 0, 0
         self._positions, self._mass, self._sinks = {}, {}, {}

@@ -40,6 +40,9 @@ class Settings:
     @classmethod
     def check_type(cls, setting: str, value: Any) -> None:
         """Refuse a value of a type that the setting cannot have, where __post_init__ does not."""
+        if setting == "budget" and type(value) is not int and not isinstance(value, str):
+            message = f"{cls.name}: budget must be a whole number or a size, got {str(value)[:64]!r}"
+            raise InvalidRequest(message, param="kv_policy")
 
     def with_budget(self, num_tokens: int) -> Self:
         """See SparsePolicy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,11 @@ def _fields_of(text: str) -> dict[str, Any]:
         setting, separator, value = part.partition("=")
         if not separator:
             setting, value = "budget", part  # h2o:512
-        value = value.strip()
-        fields[setting.strip()] = int(value) if value.isascii() and value.isdecimal() and len(value) < 12 else value
+        fields[setting.strip()] = _number_or_text(value.strip())
     return fields
+
+
+def _number_or_text(value: str) -> int | float | str:
+    if re.fullmatch("[0-9]{1,11}", value):
+        return int(value)
+    return float(value) if re.fullmatch(r"[0-9]{1,11}\.[0-9]{1,11}", value) else value

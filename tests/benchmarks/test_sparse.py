@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 
 from benchmarks.quality.compare import Compared
 from benchmarks.quality.forced import Forced
 from benchmarks.sparse.conversations import KINDS, Conversation, conversations
-from benchmarks.sparse.quality import POLICIES, Point, Questions, figures
+from benchmarks.sparse.quality import POLICIES, Questions, with_budget
+from benchmarks.sparse.records import Record, Records
 from benchmarks.sparse.report import show, write
+from benchmarks.sparse.summary import summary
 from pagoda.engine.outputs import SparseReport
 from tests.sparse.conftest import llama, make_engine  # noqa: F401 - a fixture
 from tests.sparse.conftest import text as random_text
@@ -37,56 +42,85 @@ def test_full_kv_is_compared_with_itself_and_a_policy_with_it(llama: tuple[Path,
     forced = Forced(make_engine(llama[0]))
     questions = Questions(forced, lambda _: None)
     told = Conversation(random_text(160), 120, [(120, 125), (140, 145), (150, 160)])
-    full, report = questions.ask(told, None)
-    again, _ = questions.ask(told, None)
+    full, report = questions.ask(told, None, share=True)
+    again, _ = questions.ask(told, None, share=True)
     assert report is None
     assert [len(logits) for logits in full] == [5, 5, 10]
-    assert all(torch.equal(one, other) for one, other in zip(full, again, strict=True))
-    for name, policy in POLICIES.items():
-        asked, report = questions.ask(told, policy(80))
+    for one, other in zip(full, again, strict=True):
+        torch.testing.assert_close(one, other)
+    for name in POLICIES:
+        asked, report = questions.ask(told, with_budget(name, 80))
         assert report is not None, name
         assert report.num_returned_blocks > 0
         assert asked[0].shape == full[0].shape
         torch.testing.assert_close(asked[0][0], full[0][0], msg=f"{name}: the prompt's own last row is exact")
         assert not torch.allclose(asked[2][-1], full[2][-1]), name
-    same, _ = questions.ask(told, {"name": "infinigen", "budget": 160})
-    assert all(torch.equal(one, other) for one, other in zip(full, same, strict=True))
+        if name != "h2o":
+            shared, _ = questions.ask(told, with_budget(name, 80), share=True)
+            torch.testing.assert_close(shared[2], asked[2], msg=f"{name}: a hit changes nothing")
+
+
+def test_a_run_goes_on_where_it_stopped(llama: tuple[Path, Any], tmp_path: Path) -> None:  # noqa: F811
+    said: list[str] = []
+    questions = Questions(Forced(make_engine(llama[0], num_blocks=400, max_model_len=None)), said.append)
+    conversation = Conversation(random_text(160), 120, [(120, 125), (140, 145)])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("benchmarks.sparse.quality.conversations", lambda *_: [conversation] * 3)
+        questions.measure("needle", 120, range(1, 2), ["streaming"], [0.5], Records(tmp_path))
+        questions.measure("needle", 120, range(2), ["streaming", "infinigen"], [0.5], Records(tmp_path))
+    assert [line.rpartition(" ")[0] for line in said] == [
+        "needle, 120 tokens, conversation 1: 2 to",
+        "needle, 120 tokens, conversation 0: 3 to",
+        "needle, 120 tokens, conversation 1: 1 to",
+    ]
+    [path] = tmp_path.iterdir()
+    with path.open("a") as file:
+        file.write('{"kind": "nee')  # killed as it wrote
+    records = Records(tmp_path)
+    assert len(list(records)) == 6
+    [task] = summary(records)
+    assert [(point["policy"], point["all"]["right"]["n"]) for point in task["points"]] == [
+        ("full", 2),
+        ("infinigen", 2),
+        ("streaming", 2),
+    ]
+    assert task["points"][0]["all"]["kl"]["value"] == 0.0
+    assert task["points"][1]["sketch_share"] > 0
+    assert task["points"][2]["num_returned_blocks"] > 0
 
 
 def test_the_report_shows_and_draws_every_part(tmp_path: Path) -> None:
     def compared(right: bool) -> Compared:
         return Compared([0.1, 0.2], [0.5, 0.4], [0.6, 0.7], [True, right], [True, right], [True, True])
 
-    point = Point([[compared(True), compared(False), compared(True)]], [SparseReport("h2o", 1, 100, 400, 7, 20, 4096)])
-    measured = [{"policy": "h2o", "fraction": fraction, **point.summary()} for fraction in (0.5, 0.2)]
-    full = figures([[compared(True)] * 3])
-    assert full["exact_match"]["value"] == 1.0
-    assert measured[0]["known"]["exact_match"]["value"] == 1.0
-    assert measured[0]["asked_again"]["exact_match"]["value"] == 0.5
-    assert measured[0]["num_returned_blocks"] == 20
-    task = {"kind": "needle", "length": 512, "counts": True, "full": full, "points": measured}
-    streaming = {
-        "window": 64,
-        "bounds": [1, 50, 100],
-        "runs": {"4 sinks": {"perplexity": [9.0, 8.5], "most_blocks": 5}},
-    }
-    speed = {"decode_tokens_per_s": 10.0, "prefill_s": 1.5, "held_blocks": 7, "host_bytes": 0}
+    def record(kind: str, policy: str, fraction: float, *right: bool) -> Record:
+        done = None if policy == "full" else asdict(SparseReport(policy, 1, 100, 400, 7, 20, 4096, 9, 8, 50))
+        return Record(kind, 512, 0, policy, fraction, [compared(each) for each in right], 10, 100.0, done)
+
+    records = [
+        record("needle", "full", 1.0, True, True, True),
+        record("needle", "h2o", 0.5, True, False, True),
+        record("chat", "full", 1.0, True, False, False),
+    ]
+    chat, needle = summary(records)
+    assert (chat["counts"], needle["counts"]) == (False, True)
+    h2o = needle["points"][1]
+    assert h2o["known"]["right"]["value"] == 1.0
+    assert h2o["asked_again"]["right"]["value"] == 0.5
+    assert h2o["all"]["right_change"]["value"] == pytest.approx(-1 / 3)
+    assert h2o["all"]["perplexity_change"]["value"] == pytest.approx(math.expm1(0.2))
+    assert h2o["fetched_per_step"] == 50 / 10 / 100
+    speed = {"decode_tokens_per_s": 10.0, "first_step_s": 1.5, "held_blocks": 7, "sketch_bytes": 0, "host_bytes": 0}
+    streaming = {"sinks": 4, "window": 64, "bounds": [1, 50, 100], "perplexity": [9.0, 8.5], "most_blocks": [5, 5]}
     report = {
-        "quality": [task, {**task, "kind": "chat", "counts": False, "points": []}],
-        "kvpress": [{"kind": "needle", "length": 512, "points": measured}],
-        "streaming": streaming,
+        "quality": [chat, needle],
+        "streaming": [streaming],
         "throughput": {"batch": 1, "length": 512, "fraction": 0.2, "policies": {"full": speed}},
     }
     console = Console(record=True, width=200)
     show(report, console)
     shown = console.export_text()
-    for part in (
-        "needle, 512 tokens: full KV answers 100%",
-        "chat, 512 tokens",
-        "does not count",
-        "kvpress: needle",
-        "8.50",
-    ):
+    for part in ("needle, 512 tokens", "chat, 512 tokens: does not count", "8.50, 5", "10.0"):
         assert part in shown
     assert [path.name for path in write(report, tmp_path)] == ["sparse.json", "sparse.png"]
     assert json.loads((tmp_path / "sparse.json").read_text()) == report

@@ -436,6 +436,9 @@ def test_passages_and_policies_that_drop_tokens_share_steps_but_no_request(llama
     blend, sparse = BlendSpec(spans, 0.1, UNGUARDED), dataclasses.replace(GREEDY, kv_policy=parse_kv_policy("h2o:40"))
     with pytest.raises(InvalidRequest, match="kv_policy"):
         make(folder).generate([tokens], sparse, blends=[blend])
+    default = make(folder, kv_policy="h2o:40").generate([tokens], GREEDY, blends=[blend])
+    assert default[0].sparse is None, "the server's default is not for requests that reuse passages"
+    assert default[0].completions[0].token_ids == run(make(folder), tokens, blend).completions[0].token_ids
     alone = [run(make(folder), tokens, blend), run(make(folder), plain, None, sparse)]
     engine = make(folder, token_budget=256)
     engine.generate([tokens], GREEDY, blends=[blend])

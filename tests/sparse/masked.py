@@ -98,9 +98,19 @@ class Outcome:
 
 
 def generate(
-    model: transformers.PreTrainedModel, prompt: list[int], count: int, rule: Rule, seen_from: int = 0
+    model: transformers.PreTrainedModel,
+    prompt: list[int],
+    count: int,
+    rule: Rule,
+    seen_from: int = 0,
+    first: int | None = None,
 ) -> Outcome:
-    """Greedy output under a rule. `seen_from`: the attention of tokens before it was not seen, as after a hit."""
+    """Greedy output under a rule.
+
+    `seen_from`: the attention of tokens before it was not seen, as after a hit. `first`: so many tokens are computed
+    before anything is dropped, then what is beyond the budget is; None: those of the prompt.
+    """
+    first = len(prompt) if first is None else first
     masked = Masked(model)
     heads = range(masked.num_kv_heads)
     kept: Kept = [[[] for _ in heads] for _ in range(masked.num_layers)]
@@ -109,8 +119,8 @@ def generate(
     outcome, tokens = Outcome(), list(prompt)
     for now in range(len(prompt) + count - 1):
         entries = max(len(kept[layer][0]) for layer in full)
-        ends = now == len(prompt) and entries > rule.budget
-        if ends or (entries >= rule.budget + rule.interval and (now > len(prompt) or not rule.exact)):
+        ends = now == first and entries > rule.budget
+        if ends or (entries >= rule.budget + rule.interval and (now > first or not rule.exact)):
             outcome.num_compactions += 1
             for layer in full:
                 most = rule.budget if rule.layer_budget is None else rule.layer_budget(full.index(layer))

@@ -14,6 +14,7 @@ from pagoda.engine.params import BeamSearch
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
 from pagoda.sparse.h2o import H2O
+from pagoda.sparse.infinigen import InfiniGen
 from pagoda.sparse.pyramid import Pyramid
 from pagoda.sparse.snapkv import SnapKV
 from pagoda.sparse.spec import Full, parse_kv_policy
@@ -226,31 +227,63 @@ def test_a_default_and_its_opt_out(llama: tuple[Path, Any]) -> None:
     dense = output(make_engine(folder), prompt, None)
     assert output(engine, prompt, None) == output(make_engine(folder), prompt, POLICIES["h2o"]) != dense
     assert output(engine, prompt, "none") == dense
-    [samples] = engine.generate([prompt], SamplingParams(n=2, max_tokens=3, temperature=0.0))
-    assert [each.token_ids for each in samples.completions] == [dense[:3]] * 2
-    assert samples.sparse is None
+    [beams] = engine.generate([prompt], SamplingParams(max_tokens=3, beam=BeamSearch(2)))
+    assert beams.sparse is None
     with pytest.raises(ConfigError, match="kv_policy needs a name"):
         make_engine(folder, kv_policy="h3o")
     assert output(make_engine(folder, kv_policy="none"), prompt, None) == dense
 
 
-def test_samples_beams_and_forks_are_refused(llama: tuple[Path, Any]) -> None:
+SAMPLED = POLICIES | {"quest": {"name": "quest", "budget": 56, "recent": 8, "block": 8}}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_each_sample_goes_on_as_one_alone(llama: tuple[Path, Any], name: str) -> None:
+    """They share the prompt until it is compressed; one that is preempted comes to the same end."""
+    prompt = text(120)
+    alone = output(make_engine(llama[0]), prompt, SAMPLED[name], 40)
+    engine = make_engine(llama[0])
+    params = replace(greedy(SAMPLED[name], 40), n=3)
+    engine.core.add("r", prompt, params)
+    got: dict[int, list[int]] = {}
+    reports, held = [], []
+    while engine.core.has_work:
+        for each in engine.core.step():
+            for delta in each.deltas:
+                got.setdefault(delta.index, []).extend(delta.token_ids)
+            reports.append(each.sparse)
+        held.append(engine.core.cache.num_held_blocks)
+        if len(held) == 15:
+            engine.core._scheduler.preempt_all()
+        engine.core.cache.check()
+    assert got == {index: alone for index in range(3)}
+    assert reports[-1].num_returned_blocks > 0
+    assert engine.core.cache.num_held_blocks == 0
+
+
+def test_samples_that_differ_compress_what_is_theirs(llama: tuple[Path, Any]) -> None:
+    engine = make_engine(llama[0])
+    params = replace(greedy(POLICIES["h2o"], 40), n=3, best_of=4, temperature=1.0, seed=5)
+    [several] = engine.generate([text(120)], params)
+    assert len({tuple(each.token_ids) for each in several.completions}) == 3
+    assert several.sparse is not None
+    assert several.sparse.num_compactions >= 4 * 3
+    engine.core.cache.check()
+    assert engine.core.cache.num_held_blocks == 0
+
+
+def test_beams_and_forks_are_refused(llama: tuple[Path, Any]) -> None:
     engine = make_engine(llama[0])
     policy = parse_kv_policy(POLICIES["h2o"])
-    for params in (
-        SamplingParams(n=2, kv_policy=policy),
-        SamplingParams(best_of=3, kv_policy=policy),
-        SamplingParams(beam=BeamSearch(2), kv_policy=policy),
-    ):
-        with pytest.raises(InvalidRequest, match="one sample"):
-            engine.generate([text(60)], params)
+    with pytest.raises(InvalidRequest, match="has no beams"):
+        engine.generate([text(60)], SamplingParams(beam=BeamSearch(2), kv_policy=policy))
     engine.core.add("sparse", text(60), greedy(POLICIES["h2o"], 30))
     engine.core.add("dense", text(60, seed=9), greedy(None, 30))
     for _ in range(5):
         engine.core.step()
     with pytest.raises(InvalidRequest, match="cannot be forked"):
         engine.core.fork("sparse", "twin", greedy(None))
-    with pytest.raises(InvalidRequest, match="one sample"):
+    with pytest.raises(InvalidRequest, match="is no fork"):
         engine.core.fork("dense", "twin", greedy(POLICIES["h2o"]))
     engine.core.abort_all()
     engine.core.cache.check()
@@ -292,6 +325,7 @@ def test_quantized_kv_is_refused(llama: tuple[Path, Any]) -> None:
         ({"name": "streaming", "window": 100, "sinks": 2}, Streaming(budget=102, sinks=2)),
         ("snapkv:budget=256,window=32,kernel=7", SnapKV(budget=256, window=32, kernel=7)),
         ("pyramid:256", Pyramid(budget=256)),
+        ("infinigen:alpha=4.5,budget=100", InfiniGen(budget=100, alpha=4.5)),
     ],
 )
 def test_what_is_read(given: Any, policy: Any) -> None:
@@ -307,6 +341,9 @@ def test_what_is_read(given: Any, policy: Any) -> None:
         ({"name": "none", "budget": 5}, "needs a name"),
         ("h2o:budget=lots", "not a size"),
         ("h2o:1e3", "not a size"),
+        ("h2o:512.5", "whole number"),
+        ("infinigen:budget=100.5", "whole number"),
+        ("infinigen:alpha=.5", "alpha must be"),
         ({"name": "h2o", "budget": 1.5}, "whole number"),
         ({"name": "h2o", "budget": True}, "whole number"),
         ({"name": "h2o", "budget": -1}, "at least"),
@@ -337,7 +374,7 @@ def test_under_pressure_fit_is_a_part_of_what_fits(llama: tuple[Path, Any]) -> N
 
     def budget(share: float, policy: str) -> Any:
         pressed = replace(sparsity, fit_share=lambda: share)
-        found = pressed.policy_for(parse_kv_policy(policy), forks=False)  # type: ignore[arg-type]
+        found = pressed.policy_for(parse_kv_policy(policy))
         assert found is not None
         return found.budget
 

@@ -10,7 +10,7 @@ from pagoda.kernels import KVView, paged_attention
 from pagoda.sparse.host import BLOCK, HostPool
 from pagoda.sparse.infinigen import PartialKeys
 from pagoda.sparse.quest import KeyBounds
-from pagoda.sparse.recall import RecalledKV, Sketch, margins, swaps
+from pagoda.sparse.recall import RecalledKV, Sketch
 from pagoda.sparse.skew import Moments
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK_SIZE, SCALE = 2, 2, 3, 8, 4, 0.5
@@ -32,42 +32,7 @@ def partial_keys(keys: torch.Tensor, rank: int, alpha: float) -> PartialKeys:
     return PartialKeys(moments.skew(rank), alpha)
 
 
-# -- choosing ---------------------------------------------------------------------------------------------------------
-
-
-def chosen(margin: torch.Tensor, resident: torch.Tensor, alpha: float) -> list[set[int]]:
-    after = resident.clone()
-    heads, places, units = swaps(margin, resident, alpha)
-    after[heads, places] = units
-    return [set(row.tolist()) for row in after]
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 2.0, math.inf])
-@pytest.mark.parametrize("places", [1, 3, 12])
-def test_swaps_bring_what_scores_well_and_keep_the_best_of_the_rest(alpha: float, places: int) -> None:
-    for seed in range(5):
-        margin = -randn(3, 12, seed=seed).abs()
-        margin -= margin.amax(1, keepdim=True)
-        resident = torch.stack(
-            [torch.randperm(12, generator=torch.Generator().manual_seed(i))[:places] for i in range(3)]
-        )
-        after = chosen(margin, resident, alpha)
-        for head in range(3):
-            before = set(resident[head].tolist())
-            fetchable = {u for u in range(12) if margin[head, u] >= -alpha} | before
-            best = sorted(fetchable, key=lambda u: -float(margin[head, u]))[:places]
-            assert after[head] == set(best)
-
-
-def test_swaps_fetch_nothing_when_all_is_there() -> None:
-    everything = torch.arange(6).expand(2, 6)
-    assert all(not each.numel() for each in swaps(-randn(2, 6).abs(), everything, math.inf))
-
-
-def test_a_unit_is_wanted_if_any_query_head_wants_it() -> None:
-    keys = torch.eye(3)[None]
-    queries = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 2.0, 1.0]]])
-    assert margins(queries, keys).tolist() == [[0.0, 0.0, -1.0]]
+# -- sketches ---------------------------------------------------------------------------------------------------------
 
 
 def test_key_bounds_bound_every_key_of_a_block() -> None:
@@ -91,10 +56,9 @@ def test_the_host_pool_returns_what_was_written_to_each_slot() -> None:
     keys, values = randn(KV_HEADS, BLOCK + 5, DIM), randn(KV_HEADS, BLOCK + 5, DIM, seed=1)
     pool.write(1, other, *2 * [torch.full((KV_HEADS, BLOCK, DIM), 7.0)])
     pool.write(1, slots, keys, values)
-    heads, tokens = torch.tensor([0, 1, 1]), torch.tensor([BLOCK + 4, 0, 3])
-    found = pool.gather(1, heads, slots[tokens])
-    assert torch.equal(found[0], keys[heads, tokens])
-    assert torch.equal(found[1], values[heads, tokens])
+    entries = pool.entries(1)[:, slots]
+    assert torch.equal(entries[:, :, 0], keys)
+    assert torch.equal(entries[:, :, 1], values)
     assert torch.equal(pool.keys(1, slots), keys)
 
 
@@ -139,7 +103,7 @@ class Device:
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Fetch and attend, one row."""
-        self.recalled.fetch(layer, queries, self.views[layer], self.table)
+        self.recalled.fetch(layer, queries, self.views[layer], self.table.int())
         return paged_attention(
             queries[None].clone(),
             self.views[layer],
@@ -230,10 +194,10 @@ def test_sketches_grow_as_tokens_are_appended(which: int) -> None:
     for start, stop in ((0, 10), (10, 11), (11, 12), (12, 41)):
         for layer in range(LAYERS):
             pieces.append(layer, start, keys[layer][:, start:stop], values[layer][:, start:stop])
-    queries = randn(KV_HEADS * GROUP, DIM, seed=7)
     for layer in range(LAYERS):
-        torch.testing.assert_close(whole.margins(layer, queries), pieces.margins(layer, queries))
-    assert whole.margins(0, queries).shape == (KV_HEADS, num_units)
+        known = [each._sketches[layer][:, :, :num_units] for each in (whole, pieces)]
+        torch.testing.assert_close(*known)
+        torch.testing.assert_close(known[0], sketch.of_keys(layer, keys[layer][:, : num_units * sketch.unit]).mT)
 
 
 def test_a_closed_request_leaves_nothing_in_host_memory() -> None:

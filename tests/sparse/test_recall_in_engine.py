@@ -64,7 +64,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("infinigen", [(0, 0), (1, 1), (2, 2), (2, 3), (3, 4)]),
+        ("infinigen", [(0, 0), (1, 1), (2, 3), (2, 2), (3, 4)]),
         ("quest", [(layer, layer) for layer in range(5)]),
     ],
 )
@@ -85,8 +85,12 @@ def test_upper_layers_are_foretold(
         asked.append((at[0], layer))
         return recall.queries(layer, residual, positions)
 
+    def rotated(layer: int, own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        asked.append((at[0], layer))
+        return recall.rotated(layer, own, positions)
+
     monkeypatch.setattr(RecallingSequence, "before_layer", before_layer)
-    memory = replace(engine.core.sparsity.memory, recall=replace(recall, queries=queries))
+    memory = replace(engine.core.sparsity.memory, recall=replace(recall, queries=queries, rotated=rotated))
     engine.core.sparsity = replace(engine.core.sparsity, memory=memory)
     generate(engine, text(NUM_PROMPT), POLICIES[name], 3)
     assert asked == 2 * expected

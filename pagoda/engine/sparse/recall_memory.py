@@ -33,7 +33,10 @@ def recall_memory(
     def queries(layer: int, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return runner.decoder.queries(layer, residual, positions)
 
-    return RecallMemory(host, queries, LearntSkews(runner, loaded.tokenizer), spec.attention_scale)
+    def rotated(layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return runner.decoder.rotated(layer, queries, positions)
+
+    return RecallMemory(host, queries, rotated, LearntSkews(runner, loaded.tokenizer), spec.attention_scale)
 
 
 class LearntSkews:

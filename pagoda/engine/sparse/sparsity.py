@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest
+from pagoda.engine.request import Sample
+from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, OutOfBlocks
 from pagoda.kv.cache import KVCache
 from pagoda.kv.sizes import parse_size
 from pagoda.sparse.base import Demand, SparsePolicy, SparseSequence
+from pagoda.sparse.dropping import Dropping
+from pagoda.sparse.sequence import DroppingSequence
 from pagoda.sparse.spec import FIT, Full, KVPolicy
 from pagoda.sparse.store import SparseMemory
 
@@ -38,25 +41,25 @@ class Sparsity:
 
     def __post_init__(self) -> None:
         try:
-            self.policy_for(self.default, forks=False)
+            self.policy_for(self.default)
         except InvalidRequest as error:
             raise ConfigError(str(error)) from None
 
-    def policy_for(self, wish: KVPolicy | None, *, forks: bool) -> SparsePolicy | None:
+    def policy_for(self, wish: KVPolicy | None, *, whole: str | None = None) -> SparsePolicy | None:
         """The policy of a request, its budget in tokens; None: full KV.
 
         Args:
-            forks: the request has several samples or beams. They share blocks, so the default is not for them.
+            whole: what a request with a policy cannot be, and this one is: then the default is not for it.
 
         Raises:
-            InvalidRequest: the KV is quantized, no layer sees everything, the budget is too small, or it forks.
+            InvalidRequest: the KV is quantized or must stay whole, no layer sees everything, or the budget is too small.
         """
-        if isinstance(wish, Full) or (wish is None and (forks or self.default is None)):
+        if isinstance(wish, Full) or (wish is None and (whole or self.default is None)):
             return None
         policy = wish if wish is not None else self.default
         assert policy is not None, "one of the two is there"
-        if forks:
-            raise InvalidRequest("a request with a kv_policy has one sample: n and best_of 1, no beams", param="n")
+        if whole is not None:
+            raise InvalidRequest(f"a request with a kv_policy {whole}", param="kv_policy")
         if any(view.is_quantized for view in self.memory.views):
             raise InvalidRequest("kv_policy does not go with a quantized kv_format", param="kv_policy")
         if not self.memory.full_layers:
@@ -121,6 +124,37 @@ class Sparsity:
                 param="prompt",
             )
         return policy.open(num_prompt, num_total, self.cache, self.memory, exact=exact)
+
+    def compress(self, sample: Sample, policy: Dropping) -> int:
+        """Compress what a running sample holds to the budget of `policy`, now, and let it go on under that budget.
+
+        A request whose own policy drops keeps that one, with this budget if its own is larger. One that has none goes on
+        under `policy`, once it holds more than the budget, as if it had asked for it.
+
+        Returns:
+            How many blocks it let go of; 0 if it holds no more than the budget, computes its prompt yet, shares, blends
+            or recalls its KV, cannot be compressed, or if the pool has no room to copy what stays.
+
+        Raises:
+            InvalidRequest: `policy` goes by attention, which nobody looked at so far.
+        """
+        request, lease, memory = sample.request, sample.running_lease, self.memory
+        num_prompt = int(request.prompt.size)
+        if sample.sparse is None and policy.observed(num_prompt):
+            message = f"{policy.name} goes by attention that nobody looked at: a running request takes streaming"
+            raise InvalidRequest(message, param="kv_policy")
+        is_alone = len(request.samples) == 1 and request.beams is None and request.blend is None
+        can_move = memory.full_layers and not any(view.is_quantized for view in memory.views)
+        sequence = sample.sparse or DroppingSequence(policy, num_prompt, self.cache, memory, exact=True)
+        if not (isinstance(sequence, DroppingSequence) and is_alone and can_move and sample.num_uncomputed == 1):
+            return 0
+        num_blocks, num_compactions = lease.num_blocks, sequence.report.num_compactions
+        with suppress(OutOfBlocks):
+            sequence.compress(lease, policy.num_tokens)
+        if sample.sparse is None and sequence.report.num_compactions > num_compactions:
+            sample.sparse = sequence
+            request.peak_blocks = self.peak_blocks(policy, num_prompt, num_prompt + request.max_tokens)
+        return num_blocks - lease.num_blocks
 
     def _demand(self, policy: SparsePolicy, num_prompt: int, num_total: int) -> tuple[Demand, bool]:
         """What a request needs, and whether its prompt is computed exactly: if that fits, or if it must be."""

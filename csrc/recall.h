@@ -1,0 +1,30 @@
+// Recall: units of tokens that queries want and that are not in the pool are copied over those there that they want least.
+//
+//     resident[head]   | unit 7 | unit 0 | unit 31 | ...     which unit is in each place
+//     table            place p has entries p * unit .. p * unit + unit - 1 of the request
+//     entries          [heads, slots, key | value, head_dim] host memory; token t of the request is in slot slots[t]
+#pragma once
+
+#include "types.h"
+
+namespace pagoda {
+
+struct RecallArgs {
+    DType dtype;  // of sketches
+    SketchArgs sketches;
+    int64_t* resident;  // [heads, places]; changed
+    int64_t places, unit;
+    float alpha;  // units further below the best than this are left where they are
+    const void* entries;
+    int64_t entry_head_stride, entry_stride;
+    int64_t num_entries;   // per head
+    const int64_t* slots;  // [num_units * unit]
+    Pool pool;             // of the dtype of entries
+    const int32_t* table;
+    int64_t num_table_blocks;
+};
+
+// Returns how many units were copied, over all heads. Raises std::invalid_argument before anything is written.
+int64_t recall_entries(const RecallArgs& args, int threads);
+
+}  // namespace pagoda

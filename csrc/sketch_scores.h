@@ -1,0 +1,79 @@
+// How well units of tokens score by their sketches, for one KV head.
+//
+//     sketches  [width, num_units]      a unit's numbers lie in a column, so a vector holds one number of many units
+//     scores    [group, padded]         padded: num_units in whole tiles, the rest -infinity
+#pragma once
+
+#include "vec.h"
+
+namespace pagoda::PAGODA_ISA {
+namespace {
+
+constexpr int kVectors = kWidth == 16 ? 4 : 2;  // at a time, so that sums stay in registers
+
+// Scores of kQueries queries for the units of kVectors vectors, which may be more than there are.
+template <int kQueries, bool kWhole, typename T>
+PAGODA_INLINE void score_vectors(const SketchArgs& a, const T* sketches, const float* queries, int64_t first, float* scores) {
+    const int64_t padded = padded_units(a.num_units), left = a.num_units - first;
+    Vec sums[kQueries][kVectors] = {};
+    for (int64_t i = 0; i < a.width; i++) {
+        const T* row = sketches + i * a.row_stride + first;
+        for (int v = 0; v < kVectors; v++) {
+            const int64_t lanes = kWhole ? kWidth : smaller<int64_t>(left - v * kWidth, kWidth);
+            if (lanes <= 0) break;
+            const Vec known = load_lanes(row + v * kWidth, lanes);
+            for (int j = 0; j < kQueries; j++) sums[j][v] += known * queries[j * a.width + i];
+        }
+    }
+    for (int j = 0; j < kQueries; j++) {
+        for (int v = 0; v < kVectors; v++) store(scores + j * padded + first + v * kWidth, sums[j][v]);
+    }
+}
+
+template <int kQueries, typename T>
+void score_all(const SketchArgs& a, const T* sketches, const float* queries, float* scores) {
+    constexpr int64_t kStep = kVectors * kWidth;
+    const int64_t padded = padded_units(a.num_units);
+    int64_t first = 0;
+    for (; first + kStep <= a.num_units; first += kStep) score_vectors<kQueries, true>(a, sketches, queries, first, scores);
+    if (first < a.num_units) score_vectors<kQueries, false>(a, sketches, queries, first, scores);
+    for (int j = 0; j < kQueries; j++) {
+        for (int64_t i = a.num_units; i < padded; i++) scores[j * padded + i] = -INFINITY;
+    }
+}
+
+// Fills `margins` [padded]: how far each unit is below the best one of the query that wants it most. `scores` is scratch.
+template <typename T>
+void sketch_margins(const SketchArgs& a, int64_t head, float* scores, float* margins) {
+    const T* sketches = (const T*)a.sketches + head * a.head_stride;
+    const float* queries = a.queries + head * a.group * a.width;
+    const int64_t padded = padded_units(a.num_units);
+    for (int64_t j = 0; j < a.group;) {
+        const int64_t left = a.group - j;
+        const float* some = queries + j * a.width;
+        float* out = scores + j * padded;
+        if (left >= 4) {
+            score_all<4>(a, sketches, some, out);
+        } else if (left == 3) {
+            score_all<3>(a, sketches, some, out);
+        } else if (left == 2) {
+            score_all<2>(a, sketches, some, out);
+        } else {
+            score_all<1>(a, sketches, some, out);
+        }
+        j += smaller<int64_t>(left, 4);
+    }
+    for (int64_t j = 0; j < a.group; j++) {
+        const float* of_query = scores + j * padded;
+        Vec most = splat(-INFINITY);
+        for (int64_t i = 0; i < padded; i += kWidth) most = max(most, load(of_query + i));
+        const Vec best = splat(maximum(most));
+        for (int64_t i = 0; i < padded; i += kWidth) {
+            const Vec below = load(of_query + i) - best;
+            store(margins + i, j == 0 ? below : max(load(margins + i), below));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace pagoda::PAGODA_ISA

@@ -1,0 +1,189 @@
+"""What is recalled: the reference against what it must mean, and the native kernel against the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from pagoda.errors import KernelError
+from pagoda.kernels import KVView, recall_entries, reference
+from pagoda.kernels.recall import margins, swaps
+
+built = pytest.mark.skipif(
+    importlib.util.find_spec("pagoda._native") is None, reason="the native extension is not built"
+)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def chosen(margin: torch.Tensor, resident: torch.Tensor, alpha: float) -> list[set[int]]:
+    after = resident.clone()
+    heads, places, units = swaps(margin, resident, alpha)
+    after[heads, places] = units
+    return [set(row.tolist()) for row in after]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 2.0, math.inf])
+@pytest.mark.parametrize("places", [1, 3, 12])
+def test_swaps_bring_what_scores_well_and_keep_the_best_of_the_rest(alpha: float, places: int) -> None:
+    for seed in range(5):
+        margin = -randn(3, 12, seed=seed).abs()
+        margin -= margin.amax(1, keepdim=True)
+        resident = torch.stack(
+            [torch.randperm(12, generator=torch.Generator().manual_seed(i))[:places] for i in range(3)]
+        )
+        after = chosen(margin, resident, alpha)
+        for head in range(3):
+            before = set(resident[head].tolist())
+            fetchable = {u for u in range(12) if margin[head, u] >= -alpha} | before
+            best = sorted(fetchable, key=lambda u: -float(margin[head, u]))[:places]
+            assert after[head] == set(best)
+
+
+def test_swaps_fetch_nothing_when_all_is_there() -> None:
+    everything = torch.arange(6).expand(2, 6)
+    assert all(not each.numel() for each in swaps(-randn(2, 6).abs(), everything, math.inf))
+
+
+def test_a_unit_is_wanted_if_any_query_head_wants_it() -> None:
+    queries = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 2.0, 1.0]]])
+    assert margins(queries, torch.eye(3)[None]).tolist() == [[0.0, 0.0, -1.0]]
+
+
+# -- a call -----------------------------------------------------------------------------------------------------------
+
+HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 4, 80
+
+
+@dataclass
+class Call:
+    """Arguments of one call, with memory of its own."""
+
+    queries: torch.Tensor
+    sketches: torch.Tensor
+    resident: torch.Tensor
+    entries: torch.Tensor
+    slots: torch.Tensor
+    view: KVView
+    table: torch.Tensor
+    unit: int
+
+    def copy(self) -> Call:
+        view = KVView(self.view.keys.clone(), self.view.values.clone())
+        return replace(self, view=view, resident=self.resident.clone())
+
+    def run(self, recall: object, alpha: float) -> int:
+        arguments = (self.queries, self.sketches, self.resident, self.entries, self.slots, self.view, self.table)
+        return recall(*arguments, unit=self.unit, alpha=alpha)  # type: ignore[no-any-return,operator]
+
+    def worth(self) -> torch.Tensor:
+        """How good what is in the places is, whichever of equals it is."""
+        return margins(self.queries, self.sketches).gather(1, self.resident).sort(dim=1).values
+
+    def holds_what_is_resident(self) -> None:
+        offsets = torch.arange(self.unit)
+        tokens = (self.resident[..., None] * self.unit + offsets).flatten(1)
+        at = torch.arange(tokens.shape[1])
+        blocks = self.table.long()[at // BLOCK_SIZE]
+        for head in range(HEADS):
+            rows = self.entries[head, self.slots[tokens[head]]]
+            assert torch.equal(self.view.keys[blocks, head, at % BLOCK_SIZE], rows[:, 0])
+            assert torch.equal(self.view.values[blocks, head, at % BLOCK_SIZE], rows[:, 1])
+
+
+def call(
+    *, units: int = 100, places: int = 20, unit: int = 1, group: int = 3, width: int = 9, dtype: torch.dtype, ties: bool
+) -> Call:
+    num_slots = units * unit + 50
+    sketches = randn(HEADS, width, units + 7, seed=1)
+    queries = randn(HEADS, group, width, seed=2)
+    if ties:
+        sketches, queries = sketches.round(), queries.round()
+    entries = randn(HEADS, num_slots, 2, DIM, seed=3).to(dtype)
+    order = torch.Generator().manual_seed(4)
+    resident = torch.stack([torch.randperm(units, generator=order)[:places] for _ in range(HEADS)])
+    shape = (2, NUM_BLOCKS, HEADS, BLOCK_SIZE, DIM)
+    keys, values = torch.zeros(*shape).to(dtype)
+    made = Call(
+        queries,
+        sketches.to(dtype)[:, :, :units],
+        resident,
+        entries,
+        torch.randperm(num_slots, generator=order)[: units * unit],
+        KVView(keys, values),
+        torch.randperm(NUM_BLOCKS, generator=order).int(),
+        unit,
+    )
+    for place in range(places):  # what is resident is there
+        for head in range(HEADS):
+            for i in range(unit):
+                entry = place * unit + i
+                row = entries[head, made.slots[resident[head, place] * unit + i]]
+                block = int(made.table[entry // BLOCK_SIZE])
+                keys[block, head, entry % BLOCK_SIZE], values[block, head, entry % BLOCK_SIZE] = row
+    return made
+
+
+SHAPES = [
+    {"units": 64, "places": 1, "unit": 1, "group": 1, "width": 1},
+    {"units": 100, "places": 20, "unit": 1, "group": 3, "width": 19},
+    {"units": 129, "places": 129, "unit": 1, "group": 4, "width": 32},
+    {"units": 31, "places": 7, "unit": 3, "group": 9, "width": 40},
+]
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_brings_what_the_reference_does(isa: str, shape: dict[str, int], ties: bool, dtype: torch.dtype) -> None:
+    for alpha in (0.0, 3.0, math.inf):
+        expected = call(**shape, dtype=dtype, ties=ties)
+        got = expected.copy()
+        assert got.run(recall_entries, alpha) == expected.run(reference.recall_entries, alpha)
+        torch.testing.assert_close(got.worth(), expected.worth(), rtol=1e-5, atol=1e-5)
+        assert all(len(set(row)) == shape["places"] for row in got.resident.tolist())
+        got.holds_what_is_resident()
+        expected.holds_what_is_resident()
+
+
+@pytest.mark.parametrize("recall", [recall_entries, reference.recall_entries])
+def test_ids_out_of_range_are_refused_before_anything_is_written(recall: object) -> None:
+    whole = call(dtype=torch.float32, ties=False)
+    wrong = [
+        replace(whole.copy(), resident=torch.full_like(whole.resident, 100)),
+        replace(whole.copy(), resident=whole.resident - 100),
+        replace(whole.copy(), slots=whole.slots + 100),
+        replace(whole.copy(), table=whole.table + NUM_BLOCKS),
+        replace(whole.copy(), table=whole.table[:4]),
+    ]
+    for each in wrong:
+        with pytest.raises(KernelError):
+            each.run(recall, math.inf)
+        assert torch.equal(each.view.keys, whole.view.keys)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    whole = call(dtype=torch.float32, ties=False)
+    wrong = [
+        replace(whole, queries=whole.queries.double()),
+        replace(whole, queries=whole.queries[:, :, :4]),
+        replace(whole, sketches=whole.sketches[:2]),
+        replace(whole, resident=whole.resident.int()),
+        replace(whole, slots=whole.slots[:50]),
+        replace(whole, table=whole.table.long()),
+        replace(whole, entries=whole.entries[..., :4]),
+        replace(whole, unit=2),
+    ]
+    for each in wrong:
+        with pytest.raises(KernelError):
+            each.run(recall_entries, math.inf)
