@@ -22,13 +22,14 @@ from rich.console import Console
 
 from benchmarks.machine import cpu_name
 from benchmarks.quality.forced import Forced
-from benchmarks.quality.variants import FULL, open_engine
-from benchmarks.sparse import presses, streaming, throughput
+from benchmarks.quality.variants import Variant, open_engine
+from benchmarks.sparse import presses, quality, streaming, throughput
 from benchmarks.sparse.conversations import KINDS
-from benchmarks.sparse.quality import POLICIES, Questions
+from benchmarks.sparse.quality import POLICIES
 from benchmarks.sparse.records import Records
 from benchmarks.sparse.report import show, write
 from benchmarks.sparse.summary import summary
+from pagoda import Engine
 
 PARTS = ("quality", "kvpress", "streaming", "throughput")
 console = Console(stderr=True)
@@ -61,28 +62,26 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, forced: Forced, records: Records) -> None:
+def run(args: argparse.Namespace, engine: Engine, records: Records) -> None:
     """Measure the parts that were asked for into the output folder."""
     only, fractions = args.only.split(","), [float(each) for each in args.fractions.split(",")]
     indices = range(args.first, args.first + args.contexts)
     for kind in args.kinds.split(","):
         if "quality" in only:
-            questions = Questions(forced, console.log)
-            questions.measure(kind, args.length, indices, args.policies, fractions, records)
+            quality.measure(engine, kind, args.length, indices, args.policies, fractions, records, console.log)
         if "kvpress" in only:
-            tokenizer = forced.engine.tokenizer
             presses.measure(
-                args.model, tokenizer, kind, args.length, indices, fractions, args.venvs, records, console.log
+                args.model, engine.tokenizer, kind, args.length, indices, fractions, args.venvs, records, console.log
             )
+    if "throughput" in only:
+        length, steps, rounds = (512, 8, 1) if args.quick else (7936, 64, 2)
+        decoded = throughput.measure(engine, args.policies, length, 1, steps, rounds, 0.2, console.log)
+        (args.output / "throughput.json").write_text(json.dumps(decoded))
     if "streaming" in only:
+        forced = Forced(engine)
         for sinks in map(int, args.sinks.split(",")):
             measured = streaming.measure(forced, args.stream_tokens, args.window, 10, sinks, console.log)
             (args.output / f"streaming-{sinks}.json").write_text(json.dumps(measured))
-    if "throughput" in only:
-        length, steps, rounds = (512, 8, 1) if args.quick else (7936, 64, 2)
-        with forced.free() as engine:
-            decoded = throughput.measure(engine, args.policies, length, 1, steps, rounds, 0.2, console.log)
-        (args.output / "throughput.json").write_text(json.dumps(decoded))
 
 
 def collected(args: argparse.Namespace, records: Records) -> dict[str, Any]:
@@ -102,7 +101,8 @@ def main() -> None:
     args = arguments()
     records = Records(args.output)
     if args.only:
-        run(args, Forced(open_engine(args.model, FULL, token_budget=256, max_model_len=None)), records)
+        wide = Variant("full", {"max_num_seqs": quality.MOST_AT_ONCE})
+        run(args, open_engine(args.model, wide, token_budget=256, max_model_len=None), records)
     report = collected(args, records)
     show(report, Console())
     for path in write(report, args.output):

@@ -58,7 +58,9 @@ def measure(
         asked.write_text(json.dumps(work))
         with (
             said.open("w") as stderr,
-            subprocess.Popen([str(python), str(_SIDE), str(asked)], stdout=subprocess.PIPE, stderr=stderr, text=True) as side,
+            subprocess.Popen(
+                [str(python), str(_SIDE), str(asked)], stdout=subprocess.PIPE, stderr=stderr, text=True
+            ) as side,
         ):
             assert side.stdout is not None
             for line in side.stdout:

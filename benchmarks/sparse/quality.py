@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.quality.compare import Compared
-from benchmarks.quality.forced import Forced
 from benchmarks.sparse.conversations import Conversation, conversations
 from benchmarks.sparse.records import Record, Records
+from pagoda import Engine, SamplingParams
 from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.outputs import SparseReport
+from pagoda.engine.scheduler import Rows
+from pagoda.kv.keys import Scope
 
+MOST_AT_ONCE = 16
 # Windows of observation and of recent tokens are the policies' own defaults.
 POLICIES = ("streaming", "h2o", "snapkv", "pyramid", "quest", "infinigen")
 
@@ -27,62 +30,96 @@ def with_budget(policy: str, budget: int) -> dict[str, Any]:
     return {"name": parsed.name, **settings}
 
 
-class Questions:
-    """Asks an engine, conversation by conversation: what full KV says of one is computed once for all policies."""
+@dataclass
+class Question:
+    """A conversation under a policy: the logits before every token of its answers, and what the engine reported."""
 
-    def __init__(self, forced: Forced, tell: Callable[[str], None]) -> None:
-        self._forced, self._tell = forced, tell
+    conversation: Conversation
+    policy: dict[str, Any] | None
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    sparse: SparseReport | None = None
 
-    def ask(
-        self, conversation: Conversation, policy: dict[str, Any] | None, *, share: bool = False
-    ) -> tuple[list[torch.Tensor], SparseReport | None]:
-        """Logits before every token of every answer, `[tokens, vocab_size]` each, and the engine's report.
+    @property
+    def answers(self) -> list[torch.Tensor]:
+        """`[tokens, vocab_size]` for each answer."""
+        return [torch.stack([self.logits[at] for at in range(*answer)]) for answer in self.conversation.answers]
 
-        Args:
-            share: the prompt may be hit in the cache, and stays there.
-        """
-        wanted = [range(*answer) for answer in conversation.answers]
-        rows: dict[int, torch.Tensor] = {}
-        read = self._forced.read(
-            conversation.tokens, conversation.num_prompt, decode=True, share=share, kv_policy=policy
+
+def ask(engine: Engine, questions: Sequence[Question]) -> None:
+    """Have an engine that does nothing else read all of them at once, whatever it would say itself; fills them.
+
+    The engine's own steps compute them, as it serves: only what its runner returns is noted, and replaced by the token
+    that is to come.
+    """
+    core = engine.core
+    runner: Any = core._runner  # private: only measurements need it
+    told = {f"question-{index}": each for index, each in enumerate(questions)}
+    execute = runner.execute
+
+    def tapped(plan: Sequence[Rows]) -> torch.Tensor:
+        logits: torch.Tensor = execute(plan)
+        forced = torch.full_like(logits, -torch.inf)
+        for row, rows in enumerate(rows for rows in plan if rows.needs_logits):
+            question, position = told[rows.sample.request.request_id], len(rows.sample.tokens)
+            if any(position in range(*answer) for answer in question.conversation.answers):
+                question.logits[position] = logits[row].clone()
+            forced[row, question.conversation.tokens[position]] = 0.0
+        return forced
+
+    for name, question in told.items():
+        conversation, policy = question.conversation, question.policy
+        params = SamplingParams(
+            max_tokens=len(conversation.tokens) - conversation.num_prompt,
+            temperature=0.0,
+            ignore_eos=True,
+            kv_policy=None if policy is None else parse_kv_policy(policy),
         )
-        for position, logits in read:
-            for offset, row in enumerate(logits):
-                if any(position + offset in answer for answer in wanted):
-                    rows[position + offset] = row
-        return [torch.stack([rows[at] for at in answer]) for answer in wanted], self._forced.sparse
+        # h2o goes by what it sees computed; of the others, a hit leaves what they go by.
+        scope = Scope(salt=name) if policy is not None and policy["name"] == "h2o" else Scope()
+        core.add(name, conversation.tokens[: conversation.num_prompt], params, scope=scope)
+    runner.execute = tapped
+    try:
+        while core.has_work:
+            for output in core.step():
+                told[output.request_id].sparse = output.sparse
+    finally:
+        runner.execute = execute
 
-    def measure(
-        self,
-        kind: str,
-        length: int,
-        indices: range,
-        policies: Sequence[str],
-        fractions: Sequence[float],
-        records: Records,
-    ) -> None:
-        """Add what is missing of these conversations, full KV included."""
-        engine = self._forced.engine
-        cells = [("full", 1.0), *product(policies, fractions)]
-        told = conversations(engine.tokenizer, kind, length, indices.stop)
-        for index, conversation in enumerate(told):
+
+def measure(
+    engine: Engine,
+    kind: str,
+    length: int,
+    indices: range,
+    policies: Sequence[str],
+    fractions: Sequence[float],
+    records: Records,
+    tell: Callable[[str], None],
+) -> None:
+    """Add what is missing of these conversations, full KV included."""
+    cells = [("full", 1.0), *product(policies, fractions)]
+    told = list(conversations(engine.tokenizer, kind, length, indices.stop))
+    at_once = max(1, MOST_AT_ONCE // len(cells))
+    for first in range(indices.start, indices.stop, at_once):
+        asked: list[tuple[int, str, float, Question]] = []
+        for index in range(first, min(first + at_once, indices.stop)):
             missing = [cell for cell in cells if (kind, length, index, *cell) not in records]
-            if index not in indices or not missing:
-                continue
-            self._tell(f"{kind}, {length} tokens, conversation {index}: {len(missing)} to ask")
-            num_prompt, num_tokens = conversation.num_prompt, len(conversation.tokens)
-            full, _ = self.ask(conversation, None, share=True)
+            if missing and missing[0][0] != "full":
+                missing.insert(0, cells[0])  # what the others are compared with
             for policy, fraction in missing:
-                asked, sparse = full, None
-                if policy != "full":
-                    field = with_budget(policy, round(fraction * num_prompt))
-                    # h2o goes by what it sees computed; of the others, a hit leaves what they go by.
-                    asked, sparse = self.ask(conversation, field, share=field["name"] != "h2o")
-                answers = list(_compared(conversation, full, asked))
-                kv_bytes = float(engine.core.cache.layout.bytes_per_token * num_prompt)
-                done = None if sparse is None else asdict(sparse)
-                num_steps = num_tokens - num_prompt
-                records.add(Record(kind, length, index, policy, fraction, answers, num_steps, kv_bytes, done))
+                budget = round(fraction * told[index].num_prompt)
+                wish = None if policy == "full" else with_budget(policy, budget)
+                asked.append((index, policy, fraction, Question(told[index], wish)))
+        tell(f"{kind}, {length} tokens, conversations from {first} on: {len(asked)} to ask")
+        ask(engine, [question for *_, question in asked])
+        full = {index: question.answers for index, policy, _, question in asked if policy == "full"}
+        for index, policy, fraction, question in asked:
+            one = told[index]
+            answers = list(_compared(one, full[index], question.answers))
+            kv_bytes = float(engine.core.cache.layout.bytes_per_token * one.num_prompt)
+            done = None if question.sparse is None else asdict(question.sparse)
+            num_steps = len(one.tokens) - one.num_prompt
+            records.add(Record(kind, length, index, policy, fraction, answers, num_steps, kv_bytes, done))
 
 
 def _compared(

@@ -40,7 +40,9 @@ def long_text(forced: Forced, num_tokens: int) -> list[int]:
     return tokens[:num_tokens]
 
 
-def measure(forced: Forced, num_tokens: int, window: int, pieces: int, sinks: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    forced: Forced, num_tokens: int, window: int, pieces: int, sinks: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Perplexity in equal pieces of the text, and the most blocks held during each."""
     tokens = long_text(forced, num_tokens)
     bounds = np.linspace(1, len(tokens), pieces + 1).astype(int)

@@ -1,8 +1,8 @@
 """Recall in plain torch: which units of tokens come into a request's places, and over which of those there.
 
-    resident[head]   | unit 7 | unit 0 | unit 31 | ...     which unit is in each place
-    table            place p has entries p * unit .. p * unit + unit - 1 of the request
-    entries          [heads, slots, key | value, head_dim]; token t of the request is in slot slots[t]
+resident[head]   | unit 7 | unit 0 | unit 31 | ...     which unit is in each place
+table            place p has entries p * unit .. p * unit + unit - 1 of the request
+entries          [heads, slots, key | value, head_dim]; token t of the request is in slot slots[t]
 """
 
 from __future__ import annotations

@@ -188,7 +188,9 @@ class RecallingSequence:
         """Fetch what the next layer will need, if that can be foretold; its input is that of LayerInputHook."""
         ahead = layer + 1
         if ahead in self._layers and self._is_foretold(ahead):
-            self._fetch(ahead, self._recall.queries(ahead, residual, torch.tensor([start], device=residual.device)), lease)
+            self._fetch(
+                ahead, self._recall.queries(ahead, residual, torch.tensor([start], device=residual.device)), lease
+            )
 
     def _is_foretold(self, layer: int) -> bool:
         return self._ahead and layer >= _FIRST_AHEAD

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.quality.compare import Compared
-from benchmarks.quality.forced import Forced
+from benchmarks.sparse import quality
 from benchmarks.sparse.conversations import KINDS, Conversation, conversations
-from benchmarks.sparse.quality import POLICIES, Questions, with_budget
+from benchmarks.sparse.quality import POLICIES, Question, ask, with_budget
 from benchmarks.sparse.records import Record, Records
 from benchmarks.sparse.report import show, write
 from benchmarks.sparse.summary import summary
@@ -39,40 +39,48 @@ def test_a_conversation_asks_after_its_prompt_and_again(llama: tuple[Path, Any])
 
 
 def test_full_kv_is_compared_with_itself_and_a_policy_with_it(llama: tuple[Path, Any]) -> None:  # noqa: F811
-    forced = Forced(make_engine(llama[0]))
-    questions = Questions(forced, lambda _: None)
+    engine = make_engine(llama[0], num_blocks=400)
     told = Conversation(random_text(160), 120, [(120, 125), (140, 145), (150, 160)])
-    full, report = questions.ask(told, None, share=True)
-    again, _ = questions.ask(told, None, share=True)
-    assert report is None
-    assert [len(logits) for logits in full] == [5, 5, 10]
-    for one, other in zip(full, again, strict=True):
-        torch.testing.assert_close(one, other)
-    for name in POLICIES:
-        asked, report = questions.ask(told, with_budget(name, 80))
-        assert report is not None, name
-        assert report.num_returned_blocks > 0
-        assert asked[0].shape == full[0].shape
-        torch.testing.assert_close(asked[0][0], full[0][0], msg=f"{name}: the prompt's own last row is exact")
-        assert not torch.allclose(asked[2][-1], full[2][-1]), name
-        if name != "h2o":
-            shared, _ = questions.ask(told, with_budget(name, 80), share=True)
-            torch.testing.assert_close(shared[2], asked[2], msg=f"{name}: a hit changes nothing")
+    questions = [Question(told, None), Question(told, None), *(Question(told, with_budget(p, 80)) for p in POLICIES)]
+    ask(engine, questions)
+    full, again, *others = questions
+    assert full.sparse is None
+    assert [len(logits) for logits in full.answers] == [5, 5, 10]
+    for one, other in zip(full.answers, again.answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    for name, policy in zip(POLICIES, others, strict=True):
+        assert policy.sparse is not None, name
+        assert policy.sparse.num_returned_blocks > 0
+        torch.testing.assert_close(policy.answers[0][0], full.answers[0][0], rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(policy.answers[2][-1], full.answers[2][-1], atol=1e-3), name
+        alone = Question(told, with_budget(name, 80))
+        ask(make_engine(llama[0]), [alone])
+        torch.testing.assert_close(alone.answers[2], policy.answers[2], rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_told_is_what_the_model_reads(llama: tuple[Path, Any]) -> None:  # noqa: F811
+    """The logits are those of the conversation's own tokens, not of what the model would have said."""
+    told = Conversation(random_text(60), 40, [(40, 44), (50, 60)])
+    question = Question(told, None)
+    ask(make_engine(llama[0]), [question])
+    with torch.inference_mode():
+        expected = llama[1](torch.tensor([told.tokens])).logits[0]
+    torch.testing.assert_close(question.answers[1], expected[49:59], rtol=1e-3, atol=1e-3)
 
 
 def test_a_run_goes_on_where_it_stopped(llama: tuple[Path, Any], tmp_path: Path) -> None:  # noqa: F811
     said: list[str] = []
-    questions = Questions(Forced(make_engine(llama[0], num_blocks=400, max_model_len=None)), said.append)
+    engine = make_engine(llama[0], num_blocks=400)
+
+    def measure(indices: range, *policies: str) -> None:
+        quality.measure(engine, "needle", 120, indices, policies, [0.5], Records(tmp_path), said.append)
+
     conversation = Conversation(random_text(160), 120, [(120, 125), (140, 145)])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("benchmarks.sparse.quality.conversations", lambda *_: [conversation] * 3)
-        questions.measure("needle", 120, range(1, 2), ["streaming"], [0.5], Records(tmp_path))
-        questions.measure("needle", 120, range(2), ["streaming", "infinigen"], [0.5], Records(tmp_path))
-    assert [line.rpartition(" ")[0] for line in said] == [
-        "needle, 120 tokens, conversation 1: 2 to",
-        "needle, 120 tokens, conversation 0: 3 to",
-        "needle, 120 tokens, conversation 1: 1 to",
-    ]
+        measure(range(1, 2), "streaming")
+        measure(range(2), "streaming", "infinigen")
+    assert [line.rpartition(": ")[2] for line in said] == ["2 to ask", "5 to ask"]  # full KV again for conversation 1
     [path] = tmp_path.iterdir()
     with path.open("a") as file:
         file.write('{"kind": "nee')  # killed as it wrote

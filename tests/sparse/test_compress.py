@@ -27,7 +27,9 @@ def dropping(policy: dict[str, Any] = POLICY) -> Dropping:
 
 def start(engine: Engine, prompt: list[int], count: int, policy: dict[str, Any] | None = None, **more: Any) -> None:
     wish = None if policy is None else parse_kv_policy(policy)
-    engine.core.add("r", prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, kv_policy=wish, **more))
+    engine.core.add(
+        "r", prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, kv_policy=wish, **more)
+    )
 
 
 def sample_of(engine: Engine) -> Sample:
