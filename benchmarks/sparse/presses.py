@@ -37,7 +37,7 @@ def measure(
     records: Records,
     tell: Callable[[str], None],
 ) -> None:
-    """Add records of the policies that both have, as `kvpress h2o`; full KV as their engine computes it is `kvpress full`.
+    """Add records of the policies that both have, as `kvpress h2o`, and of full KV as it computes it.
 
     Raises:
         InstallError: the environment could not be made.

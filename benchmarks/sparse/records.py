@@ -1,7 +1,7 @@
 """Records: one conversation under one policy, a line of JSON each, written as soon as it is known.
 
-A run that is ended loses nothing, a run that is started again leaves out what is there, and several runs into one folder
-add up, since each writes a file of its own.
+A run that is ended loses nothing, a run that is started again leaves out what is there, and several runs into one
+folder add up, since each writes a file of its own.
 """
 
 from __future__ import annotations

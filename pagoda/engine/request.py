@@ -76,8 +76,8 @@ class Sample:
     """One output of a request: the unit that is scheduled.
 
     `lease` is there while it runs; its `num_computed_tokens` of the `tokens` have KV. `held` collects the output of a
-    request that is ranked at the end. `sparse` is what a kv_policy does to it; None: its KV stays whole. A beam has computed all its tokens and has `continuations` while it waits for the
-    other beams of its request.
+    request that is ranked at the end. `sparse` is what a kv_policy does to it; None: its KV stays whole. A beam has
+    computed all its tokens and has `continuations` while it waits for the other beams of its request.
     """
 
     request: Request

@@ -52,7 +52,7 @@ class Sparsity:
             whole: what a request with a policy cannot be, and this one is: then the default is not for it.
 
         Raises:
-            InvalidRequest: the KV is quantized or must stay whole, no layer sees everything, or the budget is too small.
+            InvalidRequest: the KV is quantized or must stay whole, no layer sees everything, or the budget is small.
         """
         if isinstance(wish, Full) or (wish is None and (whole or self.default is None)):
             return None
@@ -128,8 +128,8 @@ class Sparsity:
     def compress(self, sample: Sample, policy: Dropping) -> int:
         """Compress what a running sample holds to the budget of `policy`, now, and let it go on under that budget.
 
-        A request whose own policy drops keeps that one, with this budget if its own is larger. One that has none goes on
-        under `policy`, once it holds more than the budget, as if it had asked for it.
+        A request whose own policy drops keeps that one, with this budget if its own is larger. One that has none goes
+        on under `policy`, once it holds more than the budget, as if it had asked for it.
 
         Returns:
             How many blocks it let go of; 0 if it holds no more than the budget, computes its prompt yet, shares, blends
