@@ -211,7 +211,7 @@ def main() -> None:
 
     # Half of the prompts and what they generate fit the pool. In float32, tokens are the same with and without hits.
     engine = Engine(args.model, dtype="float32", kv_memory="16MiB", tiers=["dram:16MiB"], progress=False)
-    block_bytes = engine.core.cache.layout.block_stride
+    block_bytes = engine.core.cache.layout.pool_block_bytes
     blocks = args.prompts * (args.prompt_tokens // 16 + 2)
     engine.close()
     pool = f"{blocks // 2 * block_bytes}B"

@@ -6,8 +6,11 @@
             distinct KV byte once. Operations: two for each multiply-add of a matrix product; attention's are counted.
     share   floor / measured time, of the fastest round
 
-Rounds of all cases take turns, so that a noisy minute hurts all alike. `busy` is processor time over (wall time x
-threads): where it is far below 1, something else was using the machine and the wall time says little.
+Rounds of the cases of a table take turns, so that a noisy minute hurts all alike. `busy` is processor time over (wall
+time x threads): where it is far below 1, something else was using the machine and the wall time says little.
+
+Decode attention is shown on contiguous keys and values and on a pool whose blocks are in ascending order, in the order
+in which an allocator gives them out when requests have come and gone for long, and in random order.
 """
 
 from __future__ import annotations
@@ -21,17 +24,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.machine import best_s, cpu_name, measure
 from pagoda.engine.runner import layout_for
 from pagoda.kernels import KVView, backend_name, linear, paged_attention
+from pagoda.kv.allocator import Allocator, BlockIds
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.loader import load_model
 
 BLOCK = 16
+CONTEXT = 4096  # tokens that decode attention reads
 COLD_BYTES = 600 << 20  # data that a step finds cold is cycled through more than this
 
 
@@ -129,30 +136,53 @@ def step_cases(decoder: Decoder) -> list[Case]:
     ]
 
 
-def attention_case(name: str, num_kv_heads: int, group: int, head_dim: int, context: int, block: int) -> Case:
-    """Decode attention of one request, another layer each time. A block as long as the context is contiguous KV."""
-    num_bytes = context * num_kv_heads * head_dim * 2 * 2
-    layers, blocks = max(1, COLD_BYTES // num_bytes), context // block
-    pool = torch.randn(blocks, layers, 2, num_kv_heads, block, head_dim, dtype=torch.bfloat16)
+def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
+    """Decode attention of one request, another layer each time: on contiguous keys and values, and on those in a pool."""
+    num_bytes = CONTEXT * num_kv_heads * head_dim * 2 * 2
+    layers, blocks = max(1, COLD_BYTES // num_bytes), CONTEXT // BLOCK
+    layout = KVLayout.for_attention(
+        num_layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK, dtype="bfloat16"
+    )
+    pool = BlockPool(layout, 2 * blocks)
+    paged = [KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(layers)]
+    memory = torch.empty(layers, 2, 1, num_kv_heads, CONTEXT, head_dim, dtype=torch.bfloat16)
+    for part in (*(view.keys for view in paged), *(view.values for view in paged), *memory.flatten(0, 1)):
+        part.normal_()
     q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
-    table = torch.randperm(blocks).to(torch.int32)[None]
-    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
-    views = [KVView(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([CONTEXT], dtype=torch.int32)
 
-    def attend() -> None:
-        for view in views:
-            paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
+    def case(kind: str, views: list[KVView], ids: torch.Tensor) -> Case:
+        table = ids.to(torch.int32)[None]
 
-    return Case(name, attend, num_bytes * layers, 4 * context * num_kv_heads * group * head_dim * layers)
+        def attend() -> None:
+            for view in views:
+                paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
 
+        operations = 4 * CONTEXT * num_kv_heads * group * head_dim * layers
+        return Case(f"attention, {num_kv_heads} x {group} heads of {head_dim}, {kind}", attend, num_bytes * layers, operations)
 
-def attention_cases() -> list[Case]:
-    """The packaged model's heads and an 8B Llama's, paged and contiguous."""
     return [
-        attention_case(f"attention, {heads} x {group} heads of {dim}, {kind}", heads, group, dim, 4096, block)
-        for heads, group, dim in ((3, 3, 64), (8, 4, 128))
-        for kind, block in (("paged", BLOCK), ("contiguous", 4096))
+        case("contiguous", [KVView(*layer) for layer in memory], torch.zeros(1)),
+        case("ascending", paged, torch.arange(blocks)),
+        case("as given out", paged, torch.from_numpy(given_out(pool.num_blocks, blocks))),
+        case("random", paged, torch.randperm(pool.num_blocks)[:blocks]),
     ]
+
+
+def given_out(num_blocks: int, count: int) -> BlockIds:
+    """The blocks of a request whose prompt is computed 2,048 tokens at a time, after many requests that grew by turns."""
+    rng, allocator = np.random.default_rng(0), Allocator(num_blocks)
+    running: list[list[BlockIds]] = []
+    for _ in range(1000):
+        while allocator.num_free < num_blocks // 4:
+            allocator.release(np.concatenate(running.pop(int(rng.integers(len(running))))))
+        running.append([allocator.allocate(int(rng.integers(1, num_blocks // 8)))])
+        for _ in range(int(rng.integers(8))):  # a block of decoded tokens for one of those that run
+            running[int(rng.integers(len(running)))].append(allocator.allocate(1))
+    while allocator.num_free < count:
+        allocator.release(np.concatenate(running.pop(0)))
+    step = 2048 // BLOCK
+    return np.concatenate([allocator.allocate(min(step, count - start)) for start in range(0, count, step)])
 
 
 def linear_rate(rounds: int) -> float:
@@ -180,23 +210,32 @@ def main() -> None:
         f"limits: read {read / 1e9:.1f} GB/s, BF16 matrices {rate / 1e9:,.0f} GFLOP/s (the faster of torch and Pagoda)"
     )
 
-    model = load_model(args.model, dtype="bfloat16", weights_format=args.weights)
-    cases = step_cases(model.decoder) + attention_cases()
-    for turn in range(args.rounds + 1):
-        for case in cases:
-            case.run()
-            if turn == 0:
-                case.wall.clear()
-                case.cpu.clear()
-    results = [evaluate(case, read, rate, args.threads) for case in cases]
-    print(f"{'':42}{'min ms':>9}{'median':>9}{'GB/s':>8}{'GFLOP/s':>9}{'floor':>9}{'share':>7}{'busy':>6}")
-    for r in results:
-        print(
-            f"{r.name:42}{r.min_ms:9.2f}{r.median_ms:9.2f}{r.gb_s:8.1f}{r.gflop_s:9.0f}"
-            f"{r.floor_ms:9.2f}{r.share:7.0%}{r.busy:6.2f}"
-        )
+    decoder = load_model(args.model, dtype="bfloat16", weights_format=args.weights).decoder
+    tables: list[Callable[[], list[Case]]] = [lambda: step_cases(decoder)]
+    tables += [lambda shape=shape: attention_cases(*shape) for shape in ((3, 3, 64), (8, 4, 128))]  # type: ignore[misc]
+    results = []
+    for table in tables:
+        cases = table()
+        for turn in range(args.rounds + 1):
+            for case in cases:
+                case.run()
+                if turn == 0:
+                    case.wall.clear()
+                    case.cpu.clear()
+        results += show([evaluate(case, read, rate, args.threads) for case in cases])
     if args.json:
         write_json(args.json, {"cpu": cpu_name(), "threads": args.threads, **limits.to_json()}, results)
+
+
+def show(results: list[Result]) -> list[Result]:
+    """Print a table."""
+    print(f"{'':46}{'min ms':>9}{'median':>9}{'GB/s':>8}{'GFLOP/s':>9}{'floor':>9}{'share':>7}{'busy':>6}")
+    for r in results:
+        print(
+            f"{r.name:46}{r.min_ms:9.2f}{r.median_ms:9.2f}{r.gb_s:8.1f}{r.gflop_s:9.0f}"
+            f"{r.floor_ms:9.2f}{r.share:7.0%}{r.busy:6.2f}"
+        )
+    return results
 
 
 def evaluate(case: Case, read: float, rate: float, threads: int) -> Result:

@@ -4,7 +4,8 @@
 
 DRAM is held against memcpy (numpy.copyto between two arrays of the same sizes, in as many threads), disk against direct
 reads of a flat file at the same block size, by one thread and by two, whichever is faster. The works take turns in one
-run, some milliseconds each, so that what slows the machine slows all. Restores are verified, as in service.
+run, some milliseconds each, so that what slows the machine slows all. Restores are verified, as in service. Between the
+pool and buffers, blocks are copied by the engine's thread: held against memcpy too.
 
 With `--lmcache PYTHON`, of an environment that has `lmcache`, its CPU and disk backends take turns too. vLLM's own
 offloading needs a GPU.
@@ -29,6 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.kv.keys import BlockKey
+from pagoda.kv.layout import KVLayout
+from pagoda.kv.pool import BlockPool
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.direct_io import open_direct, write_blocks
 from pagoda.kv.tiers.disk import DiskTier
@@ -212,6 +215,27 @@ def against_direct_reads(folder: Path, source: np.ndarray, out: np.ndarray, roun
     os.close(descriptor)
 
 
+def between_pool_and_buffers(num_layers: int, num_kv_heads: int, head_dim: int, num_bytes: int, rounds: int) -> None:
+    layout = KVLayout.for_attention(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="bfloat16"
+    )
+    source, out = (aligned(num_bytes // layout.block_bytes, layout.block_bytes) for _ in range(2))
+    pool = BlockPool(layout, len(out))
+    blocks = np.random.default_rng(0).permutation(len(out)).tolist()
+
+    def export(rows: range) -> None:
+        for row in rows:
+            pool.export_block(blocks[row], out[row])
+
+    def bring(rows: range) -> None:
+        for row in rows:
+            pool.import_block(blocks[row], source[row])
+
+    for what, work in {"export": export, "import": bring}.items():
+        works = {what: work, "memcpy": memcpy(source, out, 1)}
+        compare(f"{what}, blocks of {num_layers} x {layout.block_bytes // num_layers >> 10} KiB", out, rounds, works)
+
+
 def rebuild(folder: Path, num_records: int) -> None:
     """The time from opening to serving, for `num_records` records of 8 KiB."""
     capacity = num_records * (8 << 10) * 2
@@ -247,6 +271,8 @@ def main() -> None:
             against_memcpy(source, out, 1, options.rounds, peer("cpu"))
             against_memcpy(source, out, 2, options.rounds, {})
             against_direct_reads(Path(name), source, out, options.rounds, peer("disk"))
+    for shape in ((30, 3, 64), (32, 8, 128)):
+        between_pool_and_buffers(*shape, options.mib << 20, options.rounds)
     if options.records:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             rebuild(Path(name), options.records)

@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
 
     probe = Engine(args.model, kv_memory="64MiB", progress=False)
-    block_bytes = probe.core.cache.layout.block_stride
+    block_bytes = probe.core.cache.layout.pool_block_bytes
     requests = read_sessions(
         args.traces,
         lambda text: probe.tokenizer.encode(text, add_special_tokens=False),

@@ -299,7 +299,7 @@ class EngineCore:
             num_audited_blocks=audits.num_audited,
             num_audit_mismatches=audits.num_mismatches,
             num_returned_blocks=cache.stats.num_returned_blocks - returned,
-            returned_bytes=(cache.stats.num_returned_blocks - returned) * cache.layout.block_stride,
+            returned_bytes=(cache.stats.num_returned_blocks - returned) * cache.layout.pool_block_bytes,
         )
         for observer in self.observers:
             observer.on_step(stats)

@@ -177,7 +177,7 @@ class Engine:
         self.weights_identity = loaded.weights_identity
         layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype, kv_format, kv_skip_layers)
         per_user = layout.blocks_for(loaded.spec.max_context)
-        useful = per_user * max_num_seqs * layout.block_stride
+        useful = per_user * max_num_seqs * layout.pool_block_bytes
         num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}

@@ -32,16 +32,16 @@ def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: to
         ConfigError: it would hold no sequence, or there is no such memory.
     """
     staged, groups = layout.staged, len(layout.groups)
-    num_blocks, num_staged = num_bytes // layout.block_stride, 0
+    num_blocks, num_staged = num_bytes // layout.pool_block_bytes, 0
     if staged is not None:
         most = groups * (config.max_num_seqs + -(-config.token_budget // config.block_size))
-        each_staged = num_bytes // (layout.block_stride + staged.block_stride)
-        num_blocks = max(each_staged, (num_bytes - most * staged.block_stride) // layout.block_stride)
+        each_staged = num_bytes // (layout.pool_block_bytes + staged.pool_block_bytes)
+        num_blocks = max(each_staged, (num_bytes - most * staged.pool_block_bytes) // layout.pool_block_bytes)
         num_staged = min(num_blocks, most)
     if num_blocks < 2 * groups:
         raise ConfigError(
             f"{format_size(num_bytes)} of KV memory is too little: a block of {layout.block_size} tokens "
-            f"takes {format_size(layout.block_stride)}"
+            f"takes {format_size(layout.pool_block_bytes)}"
         )
     if staged is None:
         return BlockPool(layout, num_blocks, device=device)

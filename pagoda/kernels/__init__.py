@@ -2,10 +2,10 @@
 
 The memory that attention reads, for one layer:
 
-    pool   block 0             block 1             block 2
-           |K.. V.. other L..| |K.. V.. other L..| |K.. V.. other L..|   block-major: a block holds every layer, so the
-            ^                   ^                   ^                    stride from block to block is large (64-bit)
-    KVView  keys[0], values[0]  keys[1], ...        keys[2], ...         [num_kv_heads, block_size, head_dim] each
+    plane   block 0               block 1               block 2
+            | K, head by head | V | K, head by head | V | K, ...        the layer's part of all blocks; those of other
+              ^                     ^                     ^             layers may lie between them, so strides are 64-bit
+    KVView    keys[0], values[0]    keys[1], ...          keys[2], ...  [num_kv_heads, block_size, head_dim] each
 
     block_table[r]   [ 7 | 2 | 5 | * ]      KV entry j of request r is in block block_table[r][j // block_size],
                        0..15  ..   ^        at offset j % block_size; entries outside what r sees are never read

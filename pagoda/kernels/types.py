@@ -43,8 +43,7 @@ class Staging:
 class KVView:
     """One layer's keys and values in the pool; owns nothing.
 
-    Both are `[num_blocks, num_kv_heads, block_size, head_dim]` with any strides, the last dimension contiguous. The
-    block stride is usually far larger than a block of this layer, since a block holds all layers.
+    Both are `[num_blocks, num_kv_heads, block_size, head_dim]` with any strides, the last dimension contiguous.
 
     Quantized ones are codes, and come with scales; keys and values may differ in format, which their dtype says:
 

@@ -1,15 +1,24 @@
 """KVLayout: where every byte of a block is. The one place that knows the order of axes.
 
-    pool     raw bytes [num_blocks, block_stride]
-    block    | layer a: keys | layer a: values | layer b: keys | layer b: values | ... | padding |
+    block    | layer a: keys | layer a: values | layer b: keys | layer b: values | ...      as tiers and codecs know it
+             |<------------ strip ----------->|<------------ strip ----------->|
     keys     [num_kv_heads, block_size, head_dim], contiguous; values the same
 
-A block is one contiguous range over all layers of its group, so export, import, checksum and quantization are single
-copies. Layers are described by named parts, not by "K and V": multi-head latent attention is one part, a scale array
-for a quantized format another, with no new code path.
+    pool     plane a | block 0 | block 1 | block 2 | ...      the strips of layer a
+             plane b | block 0 | block 1 | block 2 | ...      the strips of layer b
+
+A block is a string of bytes over all layers of its group, cut into strips, one a layer; a plane holds the same strip of
+all blocks, one after the other. Attention reads one layer at a time, so blocks with neighbouring ids are one run of
+memory to it. Layers are described by named parts, not by "K and V": multi-head latent attention is one part, a scale
+array for a quantized format another, with no new code path.
 
 Layers of one attention kind (full, or sliding with window W) form groups of equally many layers, whatever the dtypes of
-their parts. All groups draw blocks of equal size from the one pool, and each request has one block table per group.
+their parts. All groups draw blocks of equal size from the one pool, and each request has one block table per group. Any
+block may be any group's, so blocks are cut only where no group has the midst of a layer:
+
+    group 0  | layer a        | layer c        |
+    group 1  | layer b | layer d | (unused)    |      where groups' layers differ in size: maybe fewer strips, or one
+             |<------------ strip ------------>|
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 
 from pagoda.errors import ConfigError
 
@@ -33,6 +43,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "uint8": 1,
 }
 ALIGNMENT = 64  # bytes: a cache line and the widest vector
+_SETS_BYTES = 4096  # addresses that far apart share a cache set
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -89,15 +100,36 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class PartView:
-    """How to view one part of one layer in the pool.
+    """How to view one part of one layer in a block.
 
-    `offset` is in bytes from the start of a block; `shape` and `strides` (in elements) are those inside one block.
+    `offset` is in bytes from the start of the block; `shape` and `strides` (in elements) are those inside it.
     """
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Planes of strips of one size that follow each other in a block: uint8 `[count, num_blocks, stride]` in the pool.
+
+    Attributes:
+        start: where the first of the strips begins, in bytes from the start of a block.
+        num_bytes: of a strip.
+        stride: bytes from a block's strip to the next block's.
+    """
+
+    start: int
+    count: int
+    num_bytes: int
+    stride: int
+
+    @property
+    def stop(self) -> int:
+        """Where the last of the strips ends."""
+        return self.start + self.count * self.num_bytes
 
 
 def attention_parts(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> tuple[PartSpec, ...]:
@@ -161,7 +193,7 @@ class KVLayout:
         return views
 
     def part(self, layer: int, name: str) -> PartView:
-        """Where `name` of `layer` lies in a block of the layer's group."""
+        """Where `name` of `layer` lies in the bytes of a block of the layer's group."""
         return self._views[layer, name]
 
     @cached_property
@@ -170,19 +202,49 @@ class KVLayout:
         of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(of[layer] for layer in range(len(self.layers)))
 
+    def _layer_bytes(self, layer: int) -> int:
+        return sum(round_up(part.num_bytes, ALIGNMENT) for part in self.layers[layer].parts)
+
+    @cached_property
+    def _edges(self) -> tuple[tuple[int, ...], ...]:
+        """For each group, where its layers begin in a block, and where the last one ends."""
+        return tuple(tuple(accumulate(map(self._layer_bytes, group.layers), initial=0)) for group in self.groups)
+
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block that carry data or alignment, over all layers of one group."""
-        return max(
-            sum(round_up(part.num_bytes, ALIGNMENT) for layer in group.layers for part in self.layers[layer].parts)
-            for group in self.groups
-        )
+        return max(edges[-1] for edges in self._edges)
 
     @cached_property
-    def block_stride(self) -> int:
-        """Bytes from one block to the next: an odd number of cache lines, so equal offsets do not share cache sets."""
-        lines = round_up(self.block_bytes, ALIGNMENT) // ALIGNMENT
-        return (lines | 1) * ALIGNMENT
+    def planes(self) -> tuple[Planes, ...]:
+        """The pool, in the order of the bytes of a block; strips of one size that follow each other are taken together.
+
+        A stride is not a multiple of the distance at which addresses share cache sets: the same head of many blocks
+        would compete for a few of them.
+        """
+        cuts = sorted(
+            at
+            for at in {at for edges in self._edges for at in edges}
+            if all(at in edges or at > edges[-1] for edges in self._edges)
+        )
+        planes, start = [], 0
+        for num_bytes, strips in groupby(stop - start for start, stop in pairwise(cuts)):
+            count = sum(1 for _ in strips)
+            stride = num_bytes + ALIGNMENT * (num_bytes % _SETS_BYTES == 0)
+            planes.append(Planes(start, count, num_bytes, stride))
+            start += count * num_bytes
+        return tuple(planes)
+
+    def place(self, offset: int) -> tuple[int, int, int]:
+        """Where a byte of a block is in the pool: which of `planes`, which plane of those, and where in its strip."""
+        index = next(index for index, planes in enumerate(self.planes) if offset < planes.stop)
+        planes = self.planes[index]
+        return index, *divmod(offset - planes.start, planes.num_bytes)
+
+    @cached_property
+    def pool_block_bytes(self) -> int:
+        """Bytes that a block takes of the pool, padding included."""
+        return sum(planes.count * planes.stride for planes in self.planes)
 
     @cached_property
     def staged(self) -> KVLayout | None:

@@ -9,13 +9,13 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError, InvariantError
-from pagoda.kv.layout import DTYPE_BYTES, KVLayout
+from pagoda.kv.layout import KVLayout
 
 _TOUCH_BYTES = 64 << 20
 
 
 class BlockPool:
-    """Raw bytes `[num_blocks, block_stride]`, viewed through a KVLayout.
+    """The planes of a KVLayout, one after the other in memory.
 
     The memory is touched once, here, so that no request pays for page faults and a machine that is too small says so
     at start. Ordinary pages: huge ones measured slower to touch and no faster to read.
@@ -40,60 +40,76 @@ class BlockPool:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.num_bytes = num_blocks * layout.block_stride
+        self.num_bytes = num_blocks * layout.pool_block_bytes
         try:
-            self._bytes = torch.empty(num_blocks, layout.block_stride, dtype=torch.uint8, device=device)
+            self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise ConfigError(f"cannot allocate {self.num_bytes:,} bytes of KV memory on {device}") from error
+        for start in range(0, self.num_bytes, _TOUCH_BYTES):
+            self._bytes[start : start + _TOUCH_BYTES].zero_()
+            if progress is not None:
+                progress(min(start + _TOUCH_BYTES, self.num_bytes), self.num_bytes)
+        sizes = [planes.count * planes.stride * num_blocks for planes in layout.planes]
+        self._strips = [  # each [count, num_blocks, num_bytes]
+            memory.view(planes.count, num_blocks, planes.stride)[:, :, : planes.num_bytes]
+            for memory, planes in zip(self._bytes.split(sizes), layout.planes, strict=True)
+        ]
         # Host memory is copied by numpy, on the calling thread alone: torch wakes a thread team for each block, and
         # where other work has the cores that takes longer than the copy by two orders of magnitude.
-        self._host = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
-        rows = max(1, _TOUCH_BYTES // layout.block_stride)
-        for start in range(0, num_blocks, rows):
-            self._bytes[start : start + rows].zero_()
-            if progress is not None:
-                progress(min(start + rows, num_blocks) * layout.block_stride, self.num_bytes)
+        self._host = [strips.numpy() for strips in self._strips] if self._bytes.device.type == "cpu" else None
 
     def view(self, layer: int, part: str) -> torch.Tensor:
         """A layer's part in all blocks: `[num_blocks, *part shape]`, strided, sharing the pool's memory."""
         spec = self.layout.part(layer, part)
-        itemsize = DTYPE_BYTES[spec.dtype]
-        typed = self._bytes.view(-1).view(getattr(torch, spec.dtype))
-        return typed.as_strided(
+        of_size, index, start = self.layout.place(spec.offset)
+        plane = self._strips[of_size][index].view(getattr(torch, spec.dtype))
+        return plane.as_strided(
             (self.num_blocks, *spec.shape),
-            (self.layout.block_stride // itemsize, *spec.strides),
-            spec.offset // itemsize,
+            (plane.stride(0), *spec.strides),
+            plane.storage_offset() + start // plane.itemsize,
         )
 
     def fill_from(self, other: BlockPool) -> None:
         """Copy all blocks of a smaller pool of the same layout. Mutates this pool's first blocks."""
-        self._bytes[: other.num_blocks] = other._bytes
+        for mine, theirs in zip(self._strips, other._strips, strict=True):
+            mine[:, : other.num_blocks] = theirs
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a whole block: what copy-on-write does. Mutates block `target`."""
         if self._host is not None:
-            self._host[target] = self._host[source]
+            for strips in self._host:
+                for plane in strips:  # of all at once numpy would believe that they overlap, and copy them twice
+                    plane[target] = plane[source]
         else:
-            self._bytes[target].copy_(self._bytes[source])
+            for blocks in self._strips:
+                blocks[:, target].copy_(blocks[:, source])
 
     def export_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Copy a block's bytes into `buffer`, uint8 `[block_bytes]` in host memory. Mutates the buffer."""
-        self._check(buffer)
+        parts = self._parts(buffer)
         if self._host is not None:
-            buffer[:] = self._host[block_id, : self.layout.block_bytes]
+            for part, strips in zip(parts, self._host, strict=True):
+                part[:] = strips[:, block_id]
         else:
-            torch.from_numpy(buffer).copy_(self._bytes[block_id, : self.layout.block_bytes])
+            for part, blocks in zip(parts, self._strips, strict=True):
+                torch.from_numpy(part).copy_(blocks[:, block_id])
 
     def import_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill a block from `buffer`, uint8 `[block_bytes]` in host memory. Mutates the block."""
-        self._check(buffer)
+        parts = self._parts(buffer)
         if self._host is not None:
-            self._host[block_id, : self.layout.block_bytes] = buffer
+            for part, strips in zip(parts, self._host, strict=True):
+                strips[:, block_id] = part
         else:
-            self._bytes[block_id, : self.layout.block_bytes].copy_(torch.from_numpy(buffer))
+            for part, blocks in zip(parts, self._strips, strict=True):
+                blocks[:, block_id].copy_(torch.from_numpy(part))
 
-    def _check(self, buffer: npt.NDArray[np.uint8]) -> None:
+    def _parts(self, buffer: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+        """A block's bytes as strips, `[count, num_bytes]` of each size, sharing the buffer's memory."""
         if buffer.dtype != np.uint8 or buffer.shape != (self.layout.block_bytes,):  # torch would convert, broadcast
             raise InvariantError(
                 f"a block is uint8 [{self.layout.block_bytes}], got {buffer.dtype} {list(buffer.shape)}"
             )
+        return [
+            buffer[planes.start : planes.stop].reshape(planes.count, planes.num_bytes) for planes in self.layout.planes
+        ]

@@ -47,7 +47,7 @@ class Footprint:
     @property
     def block_bytes(self) -> float:
         """Bytes of a block of one layer group, padding included, on all devices together."""
-        return self.layout.block_stride * self.copies
+        return self.layout.pool_block_bytes * self.copies
 
     def terms(self) -> list[GroupTerm]:
         """Bytes per token by attention kind."""

@@ -167,7 +167,7 @@ class RecallingSequence:
             num_kept_tokens=num_entries,
             num_blocks=lease.num_blocks,
             num_returned_blocks=last.num_returned_blocks + num_returned,
-            returned_bytes=last.returned_bytes + num_returned * self._memory.layout.block_stride,
+            returned_bytes=last.returned_bytes + num_returned * self._memory.layout.pool_block_bytes,
         )
 
     def fork(self, lease: Lease) -> Self:

@@ -193,7 +193,7 @@ class DroppingSequence:
             num_dropped_tokens=self._at - entries,
             num_blocks=lease.num_blocks,
             num_returned_blocks=last.num_returned_blocks + returned,
-            returned_bytes=last.returned_bytes + returned * self._memory.layout.block_stride,
+            returned_bytes=last.returned_bytes + returned * self._memory.layout.pool_block_bytes,
         )
 
     # -- packed positions --------------------------------------------------------------------------------------------

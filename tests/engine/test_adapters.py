@@ -87,7 +87,7 @@ def test_adapters_answer_as_if_merged_together_in_one_batch(made: tuple[Path, di
 
 def test_preemption_changes_no_adapters_answer(made: tuple[Path, dict[str, Any]]) -> None:
     folder, merged = made
-    stride = make(folder).core.cache.layout.block_stride
+    stride = make(folder).core.cache.layout.pool_block_bytes
     engine = make(folder, kv_memory=stride * 15, max_model_len=64)
     wanted = {name: (prompt(7, 20), None if name == "base" else name) for name in ("base", "one", "two")}
     found = run(engine, wanted, replace(GREEDY, max_tokens=30))

@@ -375,7 +375,7 @@ def test_samples_share_a_blended_prompt(llama: tuple[Path, Any]) -> None:
 
 def test_too_small_a_pool_ends_in_answers_all_the_same(llama: tuple[Path, Any]) -> None:
     folder, _ = llama
-    tight = make(folder, kv_memory=make(folder).core.cache.layout.block_stride * 30)
+    tight = make(folder, kv_memory=make(folder).core.cache.layout.pool_block_bytes * 30)
     inputs = [prompt(0, 1, 2), prompt(2, 1, 0), prompt(1, 0)]
     blends = [BlendSpec(spans, 0.1, UNGUARDED) for _, spans in inputs]
     outputs = tight.generate([tokens for tokens, _ in inputs], GREEDY, blends=blends)

@@ -65,7 +65,7 @@ def test_greedy_outputs_are_the_same_however_they_are_computed(model: tuple[Path
     assert outputs(engine, inputs) == one_at_a_time  # warm
     assert engine.core.cache.stats.num_hit_tokens > 5 * 60
     for name, options in {
-        "tight": {"kv_memory": engine.core.cache.layout.block_stride * 30 * len(engine.core.cache.layout.groups)},
+        "tight": {"kv_memory": engine.core.cache.layout.pool_block_bytes * 30 * len(engine.core.cache.layout.groups)},
         "block of one": {"block_size": 1},
         "small steps": {"token_budget": 16},
         "lpm": {"queue_policy": "lpm"},
@@ -148,7 +148,7 @@ def test_a_bad_prompt_starts_nothing(model: tuple[Path, Any]) -> None:
 def test_little_memory_cuts_the_context_and_too_little_is_refused(
     model: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    stride = make(model[0]).core.cache.layout.block_stride
+    stride = make(model[0]).core.cache.layout.pool_block_bytes
     groups = len(make(model[0]).core.cache.layout.groups)
     small = make(model[0], kv_memory=stride * 10 * groups)
     assert small.max_model_len < 256

@@ -109,7 +109,7 @@ def test_blocks_are_that_much_smaller_alignment_included(
     name: str, block_size: int, head_dim: int, least: float
 ) -> None:
     full = layout("bf16", block_size, head_dim)
-    assert full.block_stride / layout(name, block_size, head_dim).block_stride >= least
+    assert full.pool_block_bytes / layout(name, block_size, head_dim).pool_block_bytes >= least
 
 
 def test_only_keys_in_int4_are_staged() -> None:

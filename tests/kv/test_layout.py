@@ -45,6 +45,14 @@ def quantized(block_size: int = 16) -> KVLayout:
     return KVLayout([LayerSpec(parts), LayerSpec(attention_parts(2, 24, block_size, "bfloat16"))], block_size)
 
 
+def differing(*layers: str) -> KVLayout:
+    """Layers that keep many or few bytes, with a window where there is a w: `L`, `S`, `Lw`, `Sw`."""
+    small, large = quantized().layers
+    return KVLayout(
+        [LayerSpec((large if "L" in layer else small).parts, 32 if "w" in layer else None) for layer in layers], 16
+    )
+
+
 LAYOUTS = {
     "attention": attention(3, 2, 16, "bfloat16"),
     "odd head_dim": attention(3, 3, 5, "float16"),
@@ -52,6 +60,8 @@ LAYOUTS = {
     "full and sliding": attention(6, 2, 16, "float32", windows=[None, 32, 32, None, 32, 32]),
     "mla": mla(),
     "mixed dtypes": quantized(),
+    "groups of other bytes": differing("S", "L", "Lw", "Sw"),
+    "groups of other bytes in part": differing("L", "S", "L", "Lw", "Lw", "Sw"),
 }
 
 
@@ -70,7 +80,7 @@ def test_llama_70b_at_4096_tokens_in_decimal_gigabytes(num_kv_heads: int, gigaby
     blocks = layout.blocks_for(4096)
     assert blocks == 256
     assert blocks * layout.block_bytes == 4096 * layout.bytes_per_token  # nothing is lost to alignment
-    assert blocks * layout.block_stride <= 1.0001 * 4096 * layout.bytes_per_token
+    assert blocks * layout.pool_block_bytes <= 1.001 * 4096 * layout.bytes_per_token
 
 
 def byte_offsets(view: PartView) -> np.ndarray:
@@ -99,11 +109,46 @@ def test_views_never_overlap_and_stay_inside_the_block(layout: KVLayout) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_stride_is_an_odd_number_of_cache_lines(layout: KVLayout) -> None:
-    assert layout.block_stride >= layout.block_bytes
-    lines, rest = divmod(layout.block_stride, ALIGNMENT)
-    assert (lines % 2, rest) == (1, 0)
-    assert layout.block_stride - layout.block_bytes <= ALIGNMENT
+def test_strips_are_all_of_a_block_and_cut_no_layer(layout: KVLayout) -> None:
+    starts = [planes.start for planes in layout.planes]
+    assert [*starts, layout.block_bytes] == [0, *(planes.stop for planes in layout.planes)]
+    for group in layout.groups:
+        for layer in group.layers:
+            views = [layout.part(layer, part.name) for part in layout.layers[layer].parts]
+            touched = np.concatenate([byte_offsets(view) for view in views])
+            places = [layout.place(int(offset)) for offset in (touched.min(), touched.max())]
+            assert places[0][:2] == places[1][:2]
+            assert places[1][2] - places[0][2] == touched.max() - touched.min()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides_are_aligned_and_off_the_distance_of_cache_sets(layout: KVLayout) -> None:
+    for planes in layout.planes:
+        assert planes.stride in (planes.num_bytes, planes.num_bytes + ALIGNMENT)
+        assert planes.stride % ALIGNMENT == 0
+        assert planes.stride % 4096
+    assert layout.pool_block_bytes == sum(planes.count * planes.stride for planes in layout.planes)
+
+
+def test_where_groups_are_alike_each_layer_has_a_plane() -> None:
+    for name in ("attention", "odd head_dim", "full and sliding", "mla", "mixed dtypes"):
+        layout = LAYOUTS[name]
+        assert sum(planes.count for planes in layout.planes) == len(layout.groups[0].layers)
+    assert [planes.count for planes in LAYOUTS["mla"].planes] == [3]
+    assert [planes.count for planes in LAYOUTS["mixed dtypes"].planes] == [1, 1]
+
+
+def test_where_groups_differ_only_common_ends_of_layers_are_cuts() -> None:
+    small, large = (differing(layer).block_bytes for layer in ("S", "L"))
+    assert small != large
+    for layers, strips in {
+        ("S", "L", "Lw", "Sw"): [small + large],
+        ("L", "S", "L", "Lw", "Lw", "Sw"): [large, small + large],
+        ("S", "S", "Lw", "Lw"): [2 * large],
+        ("S", "Lw"): [large],
+    }.items():
+        planes = differing(*layers).planes
+        assert [each.num_bytes for each in planes for _ in range(each.count)] == strips
 
 
 def test_mla_keeps_one_row_per_token() -> None:

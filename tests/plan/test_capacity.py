@@ -133,7 +133,7 @@ def test_memory_is_weights_reserve_and_kv() -> None:
 
 def test_tokens_and_users_are_whole_blocks() -> None:
     footprint = Footprint(LLAMA)
-    assert footprint.block_bytes == 16 * 131_072 + 64  # an odd number of cache lines
+    assert footprint.block_bytes == 16 * 131_072 + 32 * 64  # a cache line a layer
     kv = 1000.5 * footprint.block_bytes
     assert num_tokens(footprint, kv) == 16_000
     assert num_users(footprint, kv, Workload(1600)) == 10

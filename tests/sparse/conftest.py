@@ -49,7 +49,7 @@ _STRIDES: dict[tuple[str, int], int] = {}
 def _stride(folder: str, block_size: int) -> int:
     if (folder, block_size) not in _STRIDES:
         probe = Engine(folder, progress=False, dtype="float32", block_size=block_size, kv_memory="2MiB")
-        _STRIDES[folder, block_size] = probe.core.cache.layout.block_stride
+        _STRIDES[folder, block_size] = probe.core.cache.layout.pool_block_bytes
     return _STRIDES[folder, block_size]
 
 

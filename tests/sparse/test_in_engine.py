@@ -75,7 +75,7 @@ def test_blocks_come_back_and_are_reported(llama: tuple[Path, Any], name: str) -
     assert max(held[:4]) == 15
     assert held[-2] <= most[name]
     assert report.num_returned_blocks == steps.num_returned_blocks >= 15 - most[name]
-    assert report.returned_bytes == steps.returned_bytes == report.num_returned_blocks * cache.layout.block_stride
+    assert report.returned_bytes == steps.returned_bytes == report.num_returned_blocks * cache.layout.pool_block_bytes
     assert report.num_kept_tokens + report.num_dropped_tokens >= 120
     assert cache.num_held_blocks == 0
 
@@ -174,7 +174,7 @@ def test_an_aborted_request_leaves_nothing_held(llama: tuple[Path, Any]) -> None
 
 def test_a_budget_in_bytes_is_whole_blocks(llama: tuple[Path, Any]) -> None:
     engine = make_engine(llama[0])
-    stride = engine.core.cache.layout.block_stride
+    stride = engine.core.cache.layout.pool_block_bytes
     policy = {"name": "streaming", "budget": f"{5 * stride + 7}B", "interval": 10}
     assert output(engine, text(120), policy) == output(
         make_engine(llama[0]), text(120), {"name": "streaming", "budget": 40, "interval": 10}

@@ -142,7 +142,7 @@ def test_blocks_come_back_and_all_bytes_are_reported(llama: tuple[Path, Any], na
     assert report.fetched_bytes > 0
     assert report.num_dropped_tokens == 0
     assert report.num_kept_tokens <= 56
-    assert report.returned_bytes == report.num_returned_blocks * cache.layout.block_stride > 0
+    assert report.returned_bytes == report.num_returned_blocks * cache.layout.pool_block_bytes > 0
 
 
 @pytest.mark.parametrize("name", POLICIES)

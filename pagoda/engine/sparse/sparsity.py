@@ -82,7 +82,7 @@ class Sparsity:
             # Beside it, a compression ends inside a block, and so does its copy.
             num_blocks = (self._room - 2 * self._window_blocks()) // num_groups - 4
             return max(0, min(num_blocks * part // whole * size, self.memory.max_positions * part // (part + 1)))
-        return parse_size(budget) // (layout.block_stride * num_groups) * size
+        return parse_size(budget) // (layout.pool_block_bytes * num_groups) * size
 
     @property
     def _room(self) -> int:
