@@ -137,7 +137,7 @@ def step_cases(decoder: Decoder) -> list[Case]:
 
 
 def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
-    """Decode attention of one request, another layer each time: on contiguous keys and values, and on those in a pool."""
+    """Decode attention of one request, another layer each time: on contiguous keys and values, and in a pool."""
     num_bytes = CONTEXT * num_kv_heads * head_dim * 2 * 2
     layers, blocks = max(1, COLD_BYTES // num_bytes), CONTEXT // BLOCK
     layout = KVLayout.for_attention(
@@ -159,7 +159,9 @@ def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
                 paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
 
         operations = 4 * CONTEXT * num_kv_heads * group * head_dim * layers
-        return Case(f"attention, {num_kv_heads} x {group} heads of {head_dim}, {kind}", attend, num_bytes * layers, operations)
+        return Case(
+            f"attention, {num_kv_heads} x {group} heads of {head_dim}, {kind}", attend, num_bytes * layers, operations
+        )
 
     return [
         case("contiguous", [KVView(*layer) for layer in memory], torch.zeros(1)),
@@ -170,7 +172,7 @@ def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
 
 
 def given_out(num_blocks: int, count: int) -> BlockIds:
-    """The blocks of a request whose prompt is computed 2,048 tokens at a time, after many requests that grew by turns."""
+    """The blocks of a prompt that is computed 2,048 tokens at a time, after many requests that grew by turns."""
     rng, allocator = np.random.default_rng(0), Allocator(num_blocks)
     running: list[list[BlockIds]] = []
     for _ in range(1000):

@@ -3,8 +3,8 @@
 The memory that attention reads, for one layer:
 
     plane   block 0               block 1               block 2
-            | K, head by head | V | K, head by head | V | K, ...        the layer's part of all blocks; those of other
-              ^                     ^                     ^             layers may lie between them, so strides are 64-bit
+            | K, head by head | V | K, head by head | V | K, ...        the layer's part of all blocks; those of
+              ^                     ^                     ^             others may lie between: strides are 64-bit
     KVView    keys[0], values[0]    keys[1], ...          keys[2], ...  [num_kv_heads, block_size, head_dim] each
 
     block_table[r]   [ 7 | 2 | 5 | * ]      KV entry j of request r is in block block_table[r][j // block_size],

@@ -160,7 +160,10 @@ def test_offsets_beyond_32_bits() -> None:
     assert pool.num_bytes > 2**39
     last = pool.view(31, "values")[num_blocks - 1, 7, 15]
     plane = num_blocks * layout.planes[0].stride
-    assert last.storage_offset() * 2 == 31 * plane + plane - layout.planes[0].stride + 2 * 8 * 16 * 128 + 2 * (7 * 16 + 15) * 128
+    assert (
+        last.storage_offset() * 2
+        == 31 * plane + plane - layout.planes[0].stride + 2 * 8 * 16 * 128 + 2 * (7 * 16 + 15) * 128
+    )
     assert last.storage_offset() * 2 + 2 * 128 <= pool.num_bytes
 
 
