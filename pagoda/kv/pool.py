@@ -49,11 +49,12 @@ class BlockPool:
             self._bytes[start : start + _TOUCH_BYTES].zero_()
             if progress is not None:
                 progress(min(start + _TOUCH_BYTES, self.num_bytes), self.num_bytes)
-        sizes = [planes.count * planes.stride * num_blocks for planes in layout.planes]
-        self._strips = [  # each [count, num_blocks, num_bytes]
-            memory.view(planes.count, num_blocks, planes.stride)[:, :, : planes.num_bytes]
-            for memory, planes in zip(self._bytes.split(sizes), layout.planes, strict=True)
-        ]
+        self._strips: list[torch.Tensor] = []  # each [count, num_blocks, num_bytes]
+        start = 0
+        for planes in layout.planes:
+            memory = self._bytes[start : start + planes.count * num_blocks * planes.stride]
+            start += memory.numel()
+            self._strips.append(memory.view(planes.count, num_blocks, planes.stride)[:, :, : planes.num_bytes])
         # Host memory is copied by numpy, on the calling thread alone: torch wakes a thread team for each block, and
         # where other work has the cores that takes longer than the copy by two orders of magnitude.
         self._host = [strips.numpy() for strips in self._strips] if self._bytes.device.type == "cpu" else None
