@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,10 @@ def plan(
     min_speed: Annotated[
         float, typer.Option(min=0.01, help="With --users: output tokens/s that each gets at least.")
     ] = 10.0,
-    hardware: Annotated[str, typer.Option(help="A built-in name; see --list.", rich_help_panel=_HARDWARE)] = "h100",
+    hardware: Annotated[
+        str,
+        typer.Option("--hardware", "--device", help="A built-in name; see --list.", rich_help_panel=_HARDWARE),
+    ] = "h100",
     devices: Annotated[
         int, typer.Option(min=1, help="Devices that hold the model together.", rich_help_panel=_HARDWARE)
     ] = 1,
@@ -143,9 +147,10 @@ def load_shape(name: str) -> ModelShape:
         path /= "config.json"
     if not path.is_file():
         if path.name == "config.json" or not _HUB_ID.fullmatch(name):
+            near = get_close_matches(name.lower(), CATALOG, n=1)
             raise ModelNotFound(
-                f"{name!r} is no folder with a config.json, no hub id and none of the built-in models: "
-                f"{', '.join(CATALOG)}",
+                f"{name!r} is no folder with a config.json, no hub id and none of the built-in models"
+                f"{f' (is {near[0]} meant?)' if near else ''}: {', '.join(CATALOG)}",
                 param="model",
             )
         path = _download(name)

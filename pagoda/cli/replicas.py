@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from pagoda.cli.banner import print_banner
 from pagoda.cli.listening import LOOPBACK, address
 from pagoda.errors import ConfigError
 
@@ -44,7 +45,17 @@ def publish_events(
     return publisher
 
 
-def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level: str, token: str | None) -> None:
+def serve_replicas(
+    count: int,
+    host: str,
+    port: int,
+    routing: Routing,
+    log_level: str,
+    token: str | None,
+    name: str,
+    *,
+    has_keys: bool,
+) -> None:
     """Run this very command in `count` processes on loopback ports, behind a router on the address asked for."""
     from pagoda.cli.route import run_router
     from pagoda.cluster.local import LocalReplicas
@@ -61,6 +72,7 @@ def serve_replicas(count: int, host: str, port: int, routing: Routing, log_level
     with bind(host, port) as sock:
         replicas = LocalReplicas(count, [sys.executable, "-m", "pagoda.cli", *sys.argv[1:], *own], token=token)
         router = Router(replicas.urls, RouterConfig(policy=str(routing), token=replicas.token))
-        url = address(host, sock.getsockname()[1])
-        console.print(f"{count} replicas behind {url}/v1 are starting; {url}/health tells when they are up")
+        port = sock.getsockname()[1]
+        about = {"Model": name, "Replicas": f"{count}, starting; {address(host, port)}/health tells when they are up"}
+        print_banner(about, name, host, port, has_keys=has_keys)
         run_router(router, sock, log_level=log_level, replicas=replicas)

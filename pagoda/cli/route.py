@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from pagoda.cli import listening
+from pagoda.cli.banner import log_to_stderr
 from pagoda.cli.config import Config
 from pagoda.cli.listening import LogLevel, Routing
 
@@ -56,6 +57,7 @@ def route(
     from pagoda.cluster.router import Router, RouterConfig
     from pagoda.server.sockets import bind
 
+    log_to_stderr(str(log_level))
     router = Router(
         backend,
         RouterConfig(
@@ -80,12 +82,9 @@ def route(
 def run_router(router: Router, sock: socket.socket, *, log_level: str, replicas: LocalReplicas | None = None) -> None:
     """Serve a router on a bound socket until a signal; with replicas, start them first and end them last."""
     import asyncio
-    import logging
 
     import uvicorn
 
-    logging.basicConfig(format="%(levelname)-9s %(message)s")
-    logging.getLogger("pagoda").setLevel(log_level.upper())
     # Uvicorn handles these signals and then raises them again for whoever was there before: nobody.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -93,6 +92,7 @@ def run_router(router: Router, sock: socket.socket, *, log_level: str, replicas:
         uvicorn.Config(
             router.app,
             log_level=log_level,
+            log_config=None,
             http="h11",
             lifespan="on",
             access_log=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from pagoda.cli import listening, options
+from pagoda.cli.banner import log_to_stderr, print_banner
 from pagoda.cli.config import Config
 from pagoda.cli.listening import LogLevel, Routing
 from pagoda.cli.replicas import publish_events, serve_replicas
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pagoda.server.tracing import Tracing
 
 _CLUSTER = "Cluster"
+logger = logging.getLogger(__name__)
 
 
 class QueuePolicy(StrEnum):
@@ -147,6 +147,13 @@ def serve(
             rich_help_panel="Memory and batching",
         ),
     ] = None,
+    public_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where it survives restarts which prefixes are public, as token ids.",
+            rich_help_panel="Memory and batching",
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=FOLDER; clients ask for model NAME; repeatable."),
@@ -182,6 +189,7 @@ def serve(
     from pagoda.server.named_caches import NamedCaches
     from pagoda.server.passages import BlendDefaults
     from pagoda.server.prices import Prices
+    from pagoda.server.public_prefixes import PublicPrefixes
     from pagoda.server.sockets import bind
 
     ladder = options.pressure_config(pressure, memory_limit)
@@ -189,9 +197,13 @@ def serve(
     if replica is not None:
         replica.die_with_parent()
         access_log, usage_file = replica.own(access_log), replica.own(usage_file)
+        caches_file, public_file = replica.own(caches_file), replica.own(public_file)
         tier = [spec.replace("{replica}", str(replica.number)) for spec in tier or ()]
     elif replicas > 1:
-        return serve_replicas(replicas, host, port, routing, str(log_level), cluster_token)
+        log_to_stderr(str(log_level))
+        name, has_keys = (served_model_name or [model])[0], (api_key or api_keys_file) is not None
+        return serve_replicas(replicas, host, port, routing, str(log_level), cluster_token, name, has_keys=has_keys)
+    log_to_stderr(str(log_level), "" if replica is None else f"replica {replica.number}: ")
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
     ledger = Ledger(usage_file)
@@ -236,8 +248,12 @@ def serve(
         from pagoda.server.app import create_app
         from pagoda.server.run import DrainingServer
 
+        about = _about(engine, names[0])
         if replica is None:
-            _print_summary(engine, names[0], host, sock.getsockname()[1], keys)
+            print_banner(about, names[0], host, sock.getsockname()[1], has_keys=keys is not None)
+        else:
+            for label, text in about.items():
+                logger.info("%s: %s", label, text)
         serving = options.as_async(engine)
         if events is not None:
             events.tell_all = serving.tell_all_blocks
@@ -249,6 +265,7 @@ def serve(
             prices=table,
             ledger=ledger,
             caches=NamedCaches(caches_file),
+            public=PublicPrefixes(public_file),
             prefill_next_turn=prefill_next_turn,
             blend=BlendDefaults(blend_ratio, blend_auto),
             access_log=log,
@@ -295,32 +312,18 @@ def _api_keys(api_key: str | None, path: Path | None) -> ApiKeys | None:
     return ApiKeys.single(api_key) if api_key is not None else None
 
 
-def _print_summary(engine: Engine, name: str, host: str, port: int, keys: ApiKeys | None) -> None:
+def _about(engine: Engine, name: str) -> dict[str, str]:
+    """What is served, by label."""
     from pagoda.engine.process_memory import rss_bytes
     from pagoda.kv.sizes import format_size
 
     cache = engine.cache_info()
     limit = engine.core.pressure.report.memory_limit
-    url = listening.address(host, port)
-    lines = {
+    return {
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
         "KV cache": f"{format_size(cache.bytes_total)}{'' if cache.kv_format == 'auto' else ' in ' + cache.kv_format}"
         f" = {cache.num_blocks:,} blocks of {cache.block_size}"
         f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
         "Memory": f"{format_size(rss_bytes())} resident, the KV cache and the weights with it; "
         + ("no limit known" if limit is None else f"at most {format_size(limit)}"),
-        "API": f"{url}/v1, {'API key required' if keys else 'no API key'}",
-        "Look": f"{url}/dashboard, {url}/metrics",
     }
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for label, text in lines.items():
-        console.print(f"[bold]{label:<10}[/]{escape(text)}")
-    if keys is None and not listening.is_loopback(host):
-        console.print(f"[yellow]Anyone who can reach {host} may use this server: set --api-key.[/]")
-    messages = [{"role": "user", "content": "What is a pagoda?"}]
-    body = json.dumps({"model": name, "messages": messages, "temperature": 0.2, "max_tokens": 64})
-    key_header = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if keys else ""
-    console.print("Try it:", style="bold")
-    console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'", markup=False
-    )

@@ -24,7 +24,7 @@ def usage(
     answer = ask("GET", "/v1/usage", url=url, admin_key=admin_key, replica=replica, api_key=api_key)
     if as_json:
         return print_json(answer)
-    columns = "requests", "read", "written", "computed", "generated", "cost", "saved", ""
+    columns = "requests", "read", "blended", "written", "computed", "generated", "cost", "saved", ""
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(answer["since"]))
     table = Table(box=None, pad_edge=False, title=f"Since {since}; in {answer['prices']['currency']}")
     for column in ("tenant", "key"):
@@ -40,7 +40,7 @@ def usage(
 
 
 def _figures(each: dict[str, Any]) -> tuple[str, ...]:
-    names = "requests", "read_tokens", "written_tokens", "computed_tokens", "generated_tokens"
+    names = "requests", "read_tokens", "blended_tokens", "written_tokens", "computed_tokens", "generated_tokens"
     share = each["saved"] / each["cost_without_cache"] if each["cost_without_cache"] else 0.0
     return *(f"{each[name]:,}" for name in names), _money(each["cost"]), _money(each["saved"]), f"{share:.0%}"
 

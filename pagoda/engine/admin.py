@@ -57,8 +57,17 @@ class TenantUsage:
     num_hit_tokens: int
     num_computed_tokens: int
     num_restored_tokens: int
+    num_prefetched_tokens: int
     num_evicted_blocks: int
     tier_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PublicPrefix:
+    """A text that every tenant hits, and how many of its tokens are cached for all now."""
+
+    tokens: list[int]
+    num_cached_tokens: int
 
 
 class CacheAdmin:
@@ -88,6 +97,7 @@ class CacheAdmin:
                 tenant.num_hit_tokens,
                 tenant.num_computed_tokens,
                 tenant.num_restored_tokens,
+                tenant.num_prefetched_tokens,
                 tenant.num_evicted_blocks,
                 in_tiers.get(tenant.name, {}),
             )
@@ -141,6 +151,10 @@ class CacheAdmin:
             LeaseRefused: it is shorter than a block, or too much is public.
         """
         return self._cache.publish(as_tokens(tokens), scope)
+
+    def published(self) -> list[PublicPrefix]:
+        """What is public, the oldest first."""
+        return [PublicPrefix(tokens.tolist(), num_cached) for tokens, num_cached in self._cache.published()]
 
     def unpublish(self, tokens: Sequence[int]) -> int:
         """End every public prefix that begins with these tokens; returns how many that were."""

@@ -337,7 +337,7 @@ class EngineCore:
         assert request.first_lease is not None, "a request is remembered once it runs"
         assert request.explanation is not None, "the scheduler asks before it starts a request"
         request.explanation = self.cache.misses.settled(request.explanation, request.first_lease)
-        past = Past(request.prompt, request.scope, request.first_lease, request.explanation)
+        past = Past(request.prompt, request.scope, request.first_lease, request.explanation, request.blend)
         self.history.remember(request.request_id, past)
 
     def _tell(self, news: News) -> RequestOutput:

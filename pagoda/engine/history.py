@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -17,14 +18,27 @@ MAX_REQUESTS = 1024
 MAX_TOKENS = 4 << 20  # of their prompts, 16 MiB
 
 
+class Blended(Protocol):
+    """How a request reuses passages; see `pagoda.blend.progress`, which needs torch."""
+
+    @property
+    def num_blended(self) -> int:
+        """Tokens that are reused."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A request that ran. Its lease knows later what tiers did for it; its explanation has only what was cheap."""
+    """A request that ran. Its explanation has only what was cheap.
+
+    Its lease knows later what tiers did for it, and its blend how much was reused.
+    """
 
     prompt: TokenArray
     scope: Scope
     lease: Lease
     explanation: Explanation
+    blend: Blended | None = None
 
 
 class History:
@@ -79,4 +93,7 @@ class History:
             return None
         self._cache.poll()  # a restore that is complete tells of itself when it is taken in
         explanation = past.explanation.with_restore(past.lease.restore_report)
+        if past.blend is not None:
+            num_missed = explanation.num_tokens - explanation.num_hit_tokens
+            explanation = replace(explanation, num_blended_tokens=min(past.blend.num_blended, num_missed))
         return self._cache.misses.elsewhere(explanation, past.prompt, past.scope)

@@ -75,9 +75,10 @@ class Pending(Protocol):
 class Sample:
     """One output of a request: the unit that is scheduled.
 
-    `lease` is there while it runs; its `num_computed_tokens` of the `tokens` have KV. `held` collects the output of a
-    request that is ranked at the end. `sparse` is what a kv_policy does to it; None: its KV stays whole. A beam has
-    computed all its tokens and has `continuations` while it waits for the other beams of its request.
+    `lease` is there while it runs; its `num_computed_tokens` of the `tokens` have KV. While it waits, `prefetch` is the
+    cache's ticket for it, once it was looked for in tiers. `held` collects the output of a request that is ranked at
+    the end. `sparse` is what a kv_policy does to it; None: its KV stays whole. A beam has computed all its tokens and
+    has `continuations` while it waits for the other beams of its request.
     """
 
     request: Request
@@ -87,6 +88,7 @@ class Sample:
     text: OutputText
     lease: Lease | None = None
     pending: Pending | None = None
+    prefetch: int | None = None
     was_preempted: bool = False
     finish_reason: FinishReason | None = None
     held: Completion | None = None

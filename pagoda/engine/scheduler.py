@@ -16,6 +16,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pagoda.engine.config import EngineConfig
@@ -27,7 +28,9 @@ from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import MissReason
+from pagoda.kv.radix_node import TokenArray
 
+_LOOK_AHEAD = 64  # waiting samples that are looked for in tiers
 _OUTPUT_SPREAD = 2.0  # most outputs are shorter than so many times the mean
 
 
@@ -64,6 +67,12 @@ class Rows:
 
 def _arrival(sample: Sample) -> tuple[int, int]:
     return sample.request.arrival, sample.index
+
+
+def _shareable(sample: Sample) -> TokenArray:
+    """A sample's tokens, as far as a hit may go: all but the last of them."""
+    tokens = sample.tokens.view
+    return tokens if sample.sparse is None else tokens[: sample.sparse.hit_limit + 1]
 
 
 def _tier_use(sample: Sample) -> TierUse:
@@ -120,6 +129,7 @@ class Scheduler:
         """Forget a sample, whatever its state, and let go of its lease."""
         if sample.lease is None:
             self._unqueue(sample)
+            self._cache.drop_prefetch(sample.prefetch or 0)
         else:
             self.running.remove(sample)
             self._release(sample)
@@ -172,6 +182,7 @@ class Scheduler:
             if not plan and self.running and self.waiting and not self._cache.is_restoring:
                 # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
                 self._preempt(max(self.running, key=self._newest))
+        self._look_ahead()
         rows = [
             Rows(sample, sample.running_lease.num_computed_tokens, sample.running_lease.num_computed_tokens + count)
             for sample, count in plan.items()
@@ -249,8 +260,7 @@ class Scheduler:
             if len(self.running) >= self.relief.max_running:
                 self._make_way(sample, plan)
                 return
-            tokens, scope = sample.tokens.view, sample.request.scope
-            known = tokens if sample.sparse is None else tokens[: sample.sparse.hit_limit + 1]
+            known, scope = _shareable(sample), sample.request.scope
             hit = self._cache.lookup(known, scope)
             sample.pending = self._cache.pending(known, scope, hit.num_tokens)
             if sample.pending is not None:
@@ -264,6 +274,16 @@ class Scheduler:
                 continue
             if not self._start(sample, hit, budget, plan):
                 return
+
+    def _look_ahead(self) -> None:
+        """Have tiers asked for the next waiting sample that nobody looked for yet: it may wait long enough."""
+        if not self.waiting or not self._cache.can_prefetch:
+            return
+        unasked = [sample for sample in self.waiting[:_LOOK_AHEAD] if sample.prefetch is None]
+        if unasked:
+            sample = min(unasked, key=self._newest)
+            use = sample.request.params.tier_use
+            sample.prefetch = self._cache.prefetch(_shareable(sample), sample.request.scope, use)
 
     def _make_way(self, sample: Sample, plan: dict[Sample, int]) -> bool:
         """Preempt the newest sample of a lower class, if pressure asks for that; its room is there in the next step."""
@@ -306,10 +326,13 @@ class Scheduler:
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
         cost = self.prefill_speed.seconds_per_token(sample.lease.num_computed_tokens, tokens.size)
-        self._cache.restore(sample.lease, cost)
-        count = self._cache.chunk(sample.lease, count)
+        self._cache.restore(sample.lease, cost, sample.prefetch or 0)
+        sample.prefetch = None
+        count = self._cache.chunk(sample.lease, sample.num_next(budget))
         if count:
-            plan[sample] = count
+            with suppress(OutOfBlocks):  # prefetched tokens took the room of those after them: the next step makes some
+                self._reserve(sample, count)
+                plan[sample] = count
         return True
 
     def _has_room(self, sample: Sample, hit: Hit, *, passing: bool) -> bool:

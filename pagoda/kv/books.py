@@ -59,6 +59,7 @@ class CacheStats:
     num_copied_blocks: int = 0
     num_returned_blocks: int = 0  # by compaction
     num_restored_tokens: int = 0
+    num_prefetched_tokens: int = 0  # of those, there before their requests ran
     num_failed_allocations: int = 0
 
 

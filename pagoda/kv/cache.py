@@ -25,7 +25,7 @@ from pagoda.kv.books import BlockCopier, CacheStats, Hit
 from pagoda.kv.compaction import Compactor
 from pagoda.kv.directives import Directive, Directives
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import Lease
+from pagoda.kv.lease import Lease, TierUse
 from pagoda.kv.lineage import PUBLIC, Segment
 from pagoda.kv.radix import NO_DIRECTIVE
 from pagoda.kv.radix_node import ABSENT, Match, TokenArray
@@ -279,6 +279,11 @@ class KVCache(Compactor):
                 self.unpin(known)
         return self._tree.match(whole, PUBLIC).num_tokens
 
+    def published(self) -> list[tuple[TokenArray, int]]:
+        """The public prefixes, and how many tokens of each are cached for all now."""
+        tree = self._tree
+        return [(tokens, tree.match(tokens, PUBLIC).num_tokens) for tokens in tree.lineages.published]
+
     def unpublish(self, tokens: TokenArray) -> int:
         """Let nobody find what begins with these whole blocks as public any more; returns how many prefixes end."""
         whole = tokens[: tokens.size // self.block_size * self.block_size]
@@ -359,11 +364,29 @@ class KVCache(Compactor):
         """Whether anything is on its way from a lower tier."""
         return False
 
-    def restore(self, lease: Lease, seconds_per_token: float) -> None:
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether another waiting prompt may be prefetched for now."""
+        return False
+
+    def prefetch(self, tokens: TokenArray, scope: Scope, use: TierUse) -> int:
+        """Start to bring up what lower tiers have of a prompt that waits; returns a ticket for `restore`.
+
+        Whoever gives the prompt up hands the ticket to `drop_prefetch`.
+        """
+        return 0
+
+    def drop_prefetch(self, ticket: int) -> None:
+        """The prompt of a ticket will not be restored; nothing if it was."""
+
+    def restore(self, lease: Lease, seconds_per_token: float, ticket: int = 0) -> None:
         """Start to restore more of a lease's prompt from lower tiers, if that may pay.
+
+        What was prefetched is there at once: `num_computed_tokens` may be more than before.
 
         Args:
             seconds_per_token: what computing a token costs now.
+            ticket: of what was prefetched for the prompt; 0: nothing.
         """
 
     def chunk(self, lease: Lease, num_tokens: int) -> int:

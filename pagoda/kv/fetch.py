@@ -1,4 +1,4 @@
-"""Fetch: blocks of one prompt on their way up, and the threads that load them. It knows neither the pool nor the tree.
+"""Fetch: blocks of one prompt on their way up. It knows neither the pool nor the tree; fetcher.py loads it.
 
         computed ──> |           not loaded yet            | <── loaded
     prompt  [ 0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 ]
@@ -7,35 +7,23 @@
 While somebody waits, blocks are loaded from the front, a few first, so that something arrives soon. As soon as waiting
 is not sure to pay, the fetch is *hedged*: the engine computes from the front, blocks are loaded from the back, and
 `meeting` is where the two are predicted to meet. Whatever the tiers do then, it takes no longer than computing.
+
+An *early* fetch is for a request that does not run yet. Nobody waits and nothing is computed, so that whatever is there
+is loaded, between the pieces of others. When the request starts (`begin`), it goes on as any other.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
+from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.transfer import ByteRows, Lane
 
-from pagoda.errors import TierUnavailable
-from pagoda.kv.tiers.records import Found, RecordId, Target, aligned_empty
-from pagoda.kv.transfer import ByteRows, Lane, Workers
-
-logger = logging.getLogger(__name__)
-
-_PIECE_BYTES = 8 << 20
-_STAGED_BYTES = 1 << 30
-_FETCH_THREADS = 8
-_FIRST_PIECE = 1 / 20
-_LEAST_GAIN = 1 / 20
 _WAITED_SHARE = 0.5
-_MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +46,7 @@ class Fetch:
         meeting: the block where the computed front and the loads are predicted to meet; the last one's successor when
             nothing is expected.
         lanes: what may be asked.
+        is_early: its request does not run yet.
         leading: where the first blocks are, as far as one follows the other, once the tiers that could be waited for
             were asked.
         num_loaded, num_found, num_slower, num_failed: blocks that came; that a tier said it has; of those, which were
@@ -71,6 +60,7 @@ class Fetch:
     patience_s: float
     meeting: int
     lanes: Sequence[Lane]
+    is_early: bool = False
     pieces: queue.SimpleQueue[Piece] = field(default_factory=queue.SimpleQueue)
     hedged: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -84,6 +74,10 @@ class Fetch:
     charged: int = 0
     _front: tuple[int, float] = (0, 0.0)
     _started: float = field(default_factory=time.monotonic)
+
+    def begin(self, block_s: float, patience_s: float) -> None:
+        """An early fetch is waited for from now on."""
+        self.is_early, self.block_s, self.patience_s, self._started = False, block_s, patience_s, time.monotonic()
 
     def note_front(self, block: int) -> None:
         """Tell the fetch that blocks before this one need no loading any more."""
@@ -110,251 +104,3 @@ class Fetch:
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started
-
-
-class Fetcher:
-    """Loads fetches on a few threads. What arrived and was not taken yet is bounded over all of them.
-
-    Args:
-        lanes: the tiers, fastest first.
-        block_bytes: payload of a record.
-        num_groups: records per block.
-        arrived: set whenever a fetch has news.
-    """
-
-    def __init__(self, lanes: list[Lane], block_bytes: int, num_groups: int, arrived: threading.Event) -> None:
-        self.lanes = lanes
-        self._arrived = arrived
-        self._num_groups = num_groups
-        self._block_bytes = block_bytes
-        self._bytes = block_bytes * num_groups
-        self._workers = Workers(_FETCH_THREADS, "pagoda-fetch")
-        self._staged = 0
-        self._room = threading.Condition()
-
-    def fetch(
-        self,
-        ids: Sequence[Sequence[RecordId]],
-        recompute_s: float,
-        patience_s: float,
-        lanes: Sequence[Lane] | None = None,
-    ) -> Fetch:
-        """Start to load what of these blocks is worth it. It ends with `end`.
-
-        Args:
-            ids: for each block its record in every group.
-            recompute_s: seconds that computing all of them would take.
-            patience_s: seconds that the first piece may take while somebody waits, looking up included.
-            lanes: those that may be asked, fastest first; None: all.
-        """
-        fetch = Fetch(ids, recompute_s / len(ids), patience_s, len(ids), self.lanes if lanes is None else lanes)
-        if not self._quick(fetch):
-            fetch.meeting = self._guess(fetch, fetch.lanes)
-            fetch.hedged.set()
-        self._workers.submit(lambda: self._run(fetch))
-        return fetch
-
-    def taken(self, fetch: Fetch, num_blocks: int) -> None:
-        """So many blocks that arrived are needed no more."""
-        with self._room:
-            num_bytes = min(fetch.charged, num_blocks * self._bytes)
-            fetch.charged -= num_bytes
-            self._staged -= num_bytes
-            self._room.notify_all()
-
-    def end(self, fetch: Fetch) -> None:
-        """Stop loading; what arrived is needed no more."""
-        with self._room:
-            fetch.cancelled.set()
-            self._staged -= fetch.charged
-            fetch.charged = 0
-            self._room.notify_all()
-
-    def close(self) -> None:
-        """Let the threads end; waits for none."""
-        self._workers.close()
-
-    # -- predictions -------------------------------------------------------------------------------------------------
-
-    def _quick(self, fetch: Fetch) -> list[Lane]:
-        """The lanes whose answer can be waited for."""
-        return [lane for lane in fetch.lanes if lane.lookup_speed.predict_s(0, 1) <= fetch.patience_s]
-
-    def _load_s(self, lane: Lane, num_blocks: int) -> float:
-        return lane.load_speed.predict_s(num_blocks * self._bytes, 1)
-
-    def _guess(self, fetch: Fetch, lanes: Sequence[Lane]) -> int:
-        """Where the first lane that lately had most of what it was asked for would meet the front, if it has all."""
-        end = len(fetch.ids)
-        for lane in lanes:
-            if lane.is_available and lane.found_share > 0.5:
-                return end - self._from_back(fetch, lane, end, end, lane.lookup_speed.predict_s(0, 1))
-        return end
-
-    def _pays_to_ask(self, fetch: Fetch, lane: Lane) -> bool:
-        """Whether a lane could bring anything that matters before all is computed, or patience ends."""
-        least = max(1, int(_LEAST_GAIN * len(fetch.ids)))
-        left_s = (len(fetch.ids) - fetch.front) * fetch.block_s
-        return lane.lookup_speed.predict_s(0, 1) + self._load_s(lane, least) < max(left_s, fetch.patience_s)
-
-    def _from_back(self, fetch: Fetch, lane: Lane, stop: int, most: int, delay_s: float = 0.0) -> int:
-        """How many blocks before `stop` one load could bring before the front is there; none if too few to matter."""
-        front = fetch.front
-        low, high = 0, max(0, min(most, int(stop - front)))
-        while low < high:
-            size = (low + high + 1) // 2
-            if delay_s + _MARGIN * self._load_s(lane, size) <= (stop - size - front) * fetch.block_s:
-                low = size
-            else:
-                high = size - 1
-        least = 1 if fetch.num_loaded else _LEAST_GAIN * len(fetch.ids)
-        return low if low >= least else 0
-
-    def _piece(self, lane: Lane, size: int, most: int) -> int:
-        """The size of a load: as given, or larger while it is latency that takes the time."""
-        while size < most and self._load_s(lane, 2 * size) < 1.5 * self._load_s(lane, size):
-            size *= 2
-        return min(size, most)
-
-    # -- on a fetch thread -------------------------------------------------------------------------------------------
-
-    def _run(self, fetch: Fetch) -> None:
-        try:
-            quick = self._quick(fetch)
-            left = self._load_from(quick, fetch, set(range(len(fetch.ids))))
-            slow = [lane for lane in fetch.lanes if lane not in quick]
-            if slow and left and not fetch.cancelled.is_set():
-                self._hedge(fetch, self._guess(fetch, slow))
-                self._load_from(slow, fetch, left)
-        except Exception:
-            logger.exception("a restore failed")
-        finally:
-            fetch.done.set()
-            self._arrived.set()
-
-    def _hedge(self, fetch: Fetch, meeting: int) -> None:
-        fetch.meeting = meeting  # before the event: who sees the one must see the other
-        if not fetch.hedged.is_set():
-            fetch.hedged.set()
-            self._arrived.set()
-
-    def _load_from(self, lanes: Sequence[Lane], fetch: Fetch, wanted: set[int]) -> set[int]:
-        """Load what these lanes have of the wanted blocks, as far as it pays; returns those that did not come."""
-        there = self._where(lanes, fetch, wanted)
-        if fetch.leading is None:
-            fetch.leading = [lane for lane in itertools.takewhile(bool, there) if lane]
-        low, high = 0, len(there)
-        largest = max(1, _PIECE_BYTES // self._bytes)
-        step = min(largest, max(1, int(sum(lane is not None for lane in there) * _FIRST_PIECE)))
-        while not fetch.cancelled.is_set():
-            low = max(low, fetch.least_front)
-            while low < high and there[high - 1] is None:
-                high -= 1
-            if low >= high:
-                break
-            start, stop = self._from_front(fetch, there, low, high, step)
-            if start == stop:
-                lane = there[high - 1]
-                assert lane is not None
-                run = next((i for i in range(high - 1, low - 1, -1) if there[i] is not lane), low - 1)
-                size = self._from_back(fetch, lane, high, high - 1 - run)
-                self._hedge(fetch, high - size if size else len(there))
-                start, stop = high - self._piece(lane, min(step, size), size), high
-            if start == stop:
-                for slower, count in Counter(filter(None, there[low:high])).items():
-                    slower.tally.add("slower", count)
-                    fetch.num_slower += count
-                break
-            lane = there[start]
-            assert lane is not None
-            blocks = self._load(lane, fetch, start, stop)
-            wanted -= blocks.keys()
-            there[start:stop] = [None] * (stop - start)
-            if start == low and len(blocks) == stop - start:
-                low = stop
-            if not lane.is_available:
-                there = [None if other is lane else other for other in there]
-            step = min(largest, 2 * step)
-            fetch.num_failed += stop - start - len(blocks)
-            if blocks:
-                fetch.num_loaded += len(blocks)
-                fetch.pieces.put(Piece(lane, blocks))
-                self._arrived.set()
-        return wanted
-
-    def _from_front(
-        self, fetch: Fetch, there: Sequence[Lane | None], low: int, high: int, step: int
-    ) -> tuple[int, int]:
-        """The next load while somebody waits; an empty one if it would come too late, or the front is nowhere."""
-        lane = there[low]
-        if lane is None or fetch.hedged.is_set():
-            return low, low
-        end = next((i for i in range(low, high) if there[i] is not lane), high)
-        stop = low + self._piece(lane, min(step, end - low), end - low)
-        if fetch.elapsed_s + self._load_s(lane, stop - low) > fetch.worth_waiting_s(fetch.num_loaded):
-            return low, low
-        return low, stop
-
-    def _where(self, lanes: Sequence[Lane], fetch: Fetch, wanted: set[int]) -> list[Lane | None]:
-        """For each block the first of these lanes that has it in every group.
-
-        A lane that could not bring anything before all is computed is not asked.
-        """
-        found: list[Lane | None] = [None] * len(fetch.ids)
-        for lane in lanes:
-            blocks = sorted(block for block in wanted if found[block] is None and block >= fetch.least_front)
-            if fetch.cancelled.is_set() or not blocks:
-                break
-            if not self._pays_to_ask(fetch, lane):
-                lane.tally.add("slower", len(blocks))
-                fetch.skipped.append(lane.name)
-                continue
-            flat = [record for block in blocks for record in fetch.ids[block]]
-            try:
-                there = lane.lookup(flat, fetch.cancelled)
-            except TierUnavailable:
-                fetch.skipped.append(lane.name)
-                continue
-            for index, block in enumerate(blocks):
-                records = there[index * self._num_groups : (index + 1) * self._num_groups]
-                if all(isinstance(record, Found) for record in records):
-                    found[block] = lane
-            fetch.num_found += sum(found[block] is lane for block in blocks)
-        return found
-
-    def _load(self, lane: Lane, fetch: Fetch, start: int, stop: int) -> dict[int, ByteRows]:
-        """Those of these blocks that verify, whole in every group."""
-        if not self._charge(fetch, stop - start):
-            return {}
-        shape = stop - start, self._num_groups, self._block_bytes
-        payloads = aligned_empty(math.prod(shape)).reshape(shape)
-        targets = [
-            Target(record, payloads[i, group])
-            for i, block in enumerate(fetch.ids[start:stop])
-            for group, record in enumerate(block)
-        ]
-        try:
-            results = lane.load(targets, fetch.cancelled)
-        except TierUnavailable:
-            self.taken(fetch, stop - start)
-            return {}
-        good = [isinstance(result, Found) and result.num_bytes == self._block_bytes for result in results]
-        whole = np.array(good).reshape(-1, self._num_groups).all(axis=1)
-        blocks = {start + int(i): payloads[i] for i in np.flatnonzero(whole)}
-        self.taken(fetch, stop - start - len(blocks))
-        return blocks
-
-    def _charge(self, fetch: Fetch, num_blocks: int) -> bool:
-        """Wait for room for blocks that will arrive; false if the fetch was cancelled."""
-        num_bytes = num_blocks * self._bytes
-
-        def is_over() -> bool:
-            return fetch.cancelled.is_set() or not self._staged or self._staged + num_bytes <= _STAGED_BYTES
-
-        with self._room:
-            self._room.wait_for(is_over)
-            if fetch.cancelled.is_set():
-                return False
-            self._staged += num_bytes
-            fetch.charged += num_bytes
-            return True

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
-from pagoda.kv.fetch import Fetcher
+from pagoda.kv.fetcher import Fetcher
 from pagoda.kv.frequency import FrequencySketch
 from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.base import Tier

@@ -20,6 +20,7 @@ class RestoreReport:
 
     `num_late_blocks` came after they were computed; `num_slower_blocks` were there, and computing them was predicted to
     be faster; `num_failed_blocks` were there and could not be read. `skipped_tiers` were out, or too slow to be asked.
+    Of the restored blocks, `num_prefetched_blocks` had come while the request waited in the queue.
     """
 
     num_asked_blocks: int
@@ -29,6 +30,7 @@ class RestoreReport:
     num_slower_blocks: int
     num_failed_blocks: int
     skipped_tiers: tuple[str, ...]
+    num_prefetched_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Explanation:
         cached: what the cache has there instead, if it diverged.
         differs: the scope's fields that differ, if another scope has it.
         restore: what came of asking the tiers for what the device missed; None if they were not asked.
+        num_blended_tokens: that missed, and were reused from passages that were computed alone.
     """
 
     num_tokens: int
@@ -89,6 +90,7 @@ class Explanation:
     cached: tuple[int, ...] = ()
     differs: tuple[str, ...] = ()
     restore: RestoreReport | None = None
+    num_blended_tokens: int = 0
 
     def with_restore(self, report: RestoreReport | None) -> Explanation:
         """This one, told with what tiers did: if one had more than it gave, that is the reason."""

@@ -27,6 +27,7 @@ class Restore:
         first: the block of the sequence that is the fetch's first.
         has_all: no more will arrive.
         arrived: blocks of the sequence that came and were not used yet, with the lane they came from.
+        early: those that had come before the request started.
     """
 
     lease: Lease
@@ -35,8 +36,10 @@ class Restore:
     first: int
     block_size: int
     arrived: dict[int, tuple[Lane, ByteRows]] = field(default_factory=dict)
+    early: frozenset[int] = frozenset()
     has_all: bool = False
     num_restored: int = 0
+    num_prefetched: int = 0
     num_late: int = 0
     _waited_s: float = 0.0
     _waiting_since: float | None = None
@@ -107,4 +110,5 @@ class Restore:
             num_slower_blocks=self.fetch.num_slower,
             num_failed_blocks=self.fetch.num_failed,
             skipped_tiers=tuple(self.fetch.skipped),
+            num_prefetched_blocks=self.num_prefetched,
         )

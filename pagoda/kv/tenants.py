@@ -71,6 +71,7 @@ class Tenant:
     num_hit_tokens: int = 0
     num_written_tokens: int = 0
     num_restored_tokens: int = 0
+    num_prefetched_tokens: int = 0  # of those, there before their requests ran
     num_evicted_blocks: int = 0
 
     @property

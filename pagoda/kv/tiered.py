@@ -3,6 +3,7 @@
     advance   ── full blocks ──> Hierarchy.write(THROUGH)   so that they survive eviction and restarts
     evict     ── last look ────> Hierarchy.write(BACK)
     restore   <── pieces ─────── Fetcher.fetch              a running lease gets blocks instead of computing them
+    prefetch  <── pieces ─────── Fetcher.fetch_early        they are there before it runs; see prefetch.py
 
 What is restored enters the tree through the same door as what is computed, and whoever waits for that prefix waits for
 the lease that computes or restores it (`PendingPrefix`). A restore ends with its lease, whenever that is.
@@ -24,10 +25,13 @@ from pagoda.kv.cache import BlockCopier, Hit, KVCache
 from pagoda.kv.compaction import Move
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy
+from pagoda.kv.fetch import Fetch
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag, Scope
 from pagoda.kv.layout import KVLayout
-from pagoda.kv.lease import Lease
+from pagoda.kv.lease import Lease, TierUse
+from pagoda.kv.lineage import Segment
+from pagoda.kv.prefetch import Prefetch, Prefetches
 from pagoda.kv.radix_node import ABSENT, TokenArray
 from pagoda.kv.restore import Restore
 from pagoda.kv.tenants import Share
@@ -80,6 +84,7 @@ class TieredCache(KVCache):
         self._keys = keys
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
         self._restores: dict[Lease, Restore] = {}
+        self._prefetches = Prefetches()
         self._came_from: dict[int, Lane] = {}  # blocks of the tree that were restored
         self._private: set[int] = set()  # blocks that may not be written to tiers
         self._purged: set[BlockKey] = set()  # what tiers may have until their queues are empty
@@ -97,41 +102,104 @@ class TieredCache(KVCache):
             told = [(record, stored) for block, record in named if (stored := self.events.stored(block)) is not None]
             self._tier_events.expect(told)
 
-    def restore(self, lease: Lease, seconds_per_token: float) -> None:
+    @property
+    def can_prefetch(self) -> bool:
+        """See KVCache. One prompt at a time: who waits longest is to be ready first."""
+        return not self._prefetches.is_loading and self.hierarchy.is_available
+
+    def prefetch(self, tokens: TokenArray, scope: Scope, use: TierUse) -> int:
+        """See KVCache. Blocks that are being computed or brought up for another are left to the other."""
+        match = self._match(tokens, scope)
+        held = match.blocks[0, : match.num_tokens // self.block_size]
+        lineage = self._tree.lineages.of(tokens, scope)
+        lanes = self._lanes(lineage, use)
+        keys = self._missing(tokens, lineage, held, use) if lanes else []
+        pending = self.pending(tokens, scope, match.num_tokens)
+        known = 0 if pending is None else pending.num_tokens // self.block_size - held.size
+        known = next((i for i in range(known, len(keys)) if keys[i] not in self._prefetches), len(keys))
+        if not (keys := keys[known:]):
+            return 0
+        fetcher = self.hierarchy.fetcher
+        return self._prefetches.add(
+            Prefetch(fetcher, fetcher.fetch_early(self._records(keys), lanes), held.size + known, keys)
+        )
+
+    def drop_prefetch(self, ticket: int) -> None:
+        """See KVCache."""
+        self._prefetches.drop(ticket)
+
+    def restore(self, lease: Lease, seconds_per_token: float, ticket: int = 0) -> None:
         """See KVCache. The lease must be new."""
-        size, use = self.block_size, lease.tier_use
-        first, last = lease.num_committed_blocks, (lease.prompt.size - 1) // size
-        if use.max_restored_tokens is not None:
-            last = min(last, first + use.max_restored_tokens // size)
+        block_s = self.block_size * seconds_per_token
+        restore = self._restore_early(lease, block_s, ticket)
+        if restore is None:
+            held = lease.tables[0].ids[: lease.num_committed_blocks]
+            lanes = self._lanes(lease.lineage, lease.tier_use)
+            keys = self._missing(lease.prompt, lease.lineage, held, lease.tier_use) if lanes else []
+            if not keys:
+                return
+            recompute_s = len(keys) * block_s
+            patience_s = lease.tier_use.patience_s(recompute_s)
+            fetch = self.hierarchy.fetcher.fetch(self._records(keys), recompute_s, patience_s, lanes)
+            restore = self._restore_of(lease, fetch, held.size)
+        self._restores[lease] = restore
+        self._use(restore)
+
+    def _restore_early(self, lease: Lease, block_s: float, ticket: int) -> Restore | None:
+        """Go on with what was prefetched for a lease; None if there is nothing, or nothing that continues what it has.
+
+        What was not there then is asked for anew.
+        """
+        early = self._prefetches.take(ticket)
+        if early is None:
+            return None
+        fetch, fetcher, front = early.fetch, early.fetcher, lease.num_committed_blocks - early.first
+        if not 0 <= front < len(fetch.ids) or (fetch.done.is_set() and not fetch.num_loaded):
+            early.end()
+            return None
+        fetcher.begin(fetch, block_s, lease.tier_use.patience_s((len(fetch.ids) - front) * block_s))
+        restore = self._restore_of(lease, fetch, early.first)
+        fetcher.taken(fetch, restore.take_in())
+        restore.early = frozenset(restore.arrived)
+        return restore
+
+    def _restore_of(self, lease: Lease, fetch: Fetch, first: int) -> Restore:
+        tokens = lease.prompt[: (first + len(fetch.ids)) * self.block_size]
+        return Restore(lease, tokens, fetch, first, self.block_size)
+
+    def _lanes(self, lineage: Sequence[Segment], use: TierUse) -> list[Lane]:
+        """The tiers that a request may be given blocks from; none if all are out."""
         takes_lossy = self._lossy if use.lossy is None else use.lossy
-        purging = self._purging(lease)
+        purging = self._purging(lineage)
         lanes = [
             lane for lane in self.hierarchy.lanes if (takes_lossy or not lane.tier.is_lossy) and lane not in purging
         ]
-        if first >= last or not any(lane.is_available for lane in lanes):
-            return
-        keys = self._before_purged(self._names(lease, first, lease.prompt[: last * size]))
-        if not keys:
-            return
-        tokens = lease.prompt[: (first + len(keys)) * size]
-        ids = [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
-        recompute_s = len(ids) * size * seconds_per_token
-        patience_s = use.patience_s(recompute_s)
-        fetch = self.hierarchy.fetcher.fetch(ids, recompute_s, patience_s, lanes)
-        self._restores[lease] = Restore(lease, tokens, fetch, first, size)
+        return lanes if any(lane.is_available for lane in lanes) else []
 
-    def _names(self, lease: Lease, first: int, tokens: TokenArray) -> list[BlockKey]:
-        """The keys of the whole blocks of `tokens` from block `first` on; those before it are in the tree."""
+    def _records(self, keys: Sequence[BlockKey]) -> list[list[RecordId]]:
+        return [[RecordId(key, group) for group in range(len(self._windows))] for key in keys]
+
+    def _missing(
+        self, prompt: TokenArray, lineage: Sequence[Segment], held: BlockIds, use: TierUse
+    ) -> Sequence[BlockKey]:
+        """The names of the blocks of a prompt that tiers may be asked for, after those that it holds."""
+        first, last = held.size, (prompt.size - 1) // self.block_size
+        if use.max_restored_tokens is not None:
+            last = min(last, first + use.max_restored_tokens // self.block_size)
+        return self._before_purged(self._names(lineage, held, prompt[: last * self.block_size])) if first < last else []
+
+    def _names(self, lineage: Sequence[Segment], held: BlockIds, tokens: TokenArray) -> list[BlockKey]:
+        """The keys of the whole blocks of `tokens` after those that are held, which are in the tree."""
         keys: list[BlockKey] = []
-        ends = [*(segment.start for segment in lease.lineage[1:]), tokens.size]
-        for segment, end in zip(lease.lineage, ends, strict=True):
-            at = (first + len(keys)) * self.block_size
+        ends = [*(segment.start for segment in lineage[1:]), tokens.size]
+        for segment, end in zip(lineage, ends, strict=True):
+            at = (held.size + len(keys)) * self.block_size
             end = min(end, tokens.size)
             if segment.start <= at < end:
                 if at == segment.start:
                     parent = self._keys.root(segment.scope)
                 else:
-                    parent = keys[-1] if keys else self._record_of[self._last_committed(lease)].key
+                    parent = keys[-1] if keys else self._record_of[int(held[-1])].key
                 keys += self._keys.chain(parent, tokens[at:end], self.block_size)
         return keys
 
@@ -144,12 +212,16 @@ class TieredCache(KVCache):
         """Take in what arrived. Call once a step."""
         self.hierarchy.arrived.clear()
         for restore in list(self._restores.values()):
-            self.hierarchy.fetcher.taken(restore.fetch, restore.take_in())
-            while self._fill(restore):
-                pass
-            restore.fetch.note_front(restore.front - restore.first)
-            if restore.is_over:
-                self._end_restore(restore.lease)
+            self._use(restore)
+
+    def _use(self, restore: Restore) -> None:
+        """Fill a lease with what arrived for it."""
+        self.hierarchy.fetcher.taken(restore.fetch, restore.take_in())
+        while self._fill(restore):
+            pass
+        restore.fetch.note_front(restore.front - restore.first)
+        if restore.is_over:
+            self._end_restore(restore.lease)
 
     def _fill(self, restore: Restore) -> bool:
         """Import some of what arrived at the front of a lease; false if there is nothing, or no room for it."""
@@ -162,7 +234,9 @@ class TieredCache(KVCache):
             self.reserve(lease, num_tokens)
         except OutOfBlocks:
             return False
+        num_early = 0
         for index, (_, groups) in enumerate(run, start=front):
+            num_early += index in restore.early
             for table, payload in zip(lease.tables, groups, strict=True):
                 self._io.import_block(int(table.ids[index]), payload)
             del restore.arrived[index]
@@ -175,10 +249,14 @@ class TieredCache(KVCache):
         self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
         self._source = None
         lease.num_hit_tokens += num_tokens
+        num_early_tokens = min(num_tokens, num_early * self.block_size)
         restore.num_restored += len(run)
-        self.stats.num_restored_tokens += num_tokens
-        self._tenant(lease.scope).num_restored_tokens += num_tokens
+        restore.num_prefetched += num_early
+        for counts in self.stats, self._tenant(lease.scope):
+            counts.num_restored_tokens += num_tokens
+            counts.num_prefetched_tokens += num_early_tokens
         lane.tally.add("restored_tokens", num_tokens)
+        lane.tally.add("prefetched_tokens", num_early_tokens)
         self.hierarchy.fetcher.taken(restore.fetch, len(run))
         return True
 
@@ -272,6 +350,7 @@ class TieredCache(KVCache):
 
     def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
         """See Books. Of a prefix in a scope, blocks that only tiers have go too."""
+        self._prefetches.clear()
         count = super().purge(where, prefix)
         if isinstance(where, Scope) and prefix is not None:
             size = self.block_size
@@ -282,16 +361,17 @@ class TieredCache(KVCache):
 
     def purge_below(self, namespace: str) -> Purge:
         """Delete all that tiers have of a namespace, of whatever model; a tier that has not yet gives it nothing."""
+        self._prefetches.clear()
         for lease in [lease for lease in self._restores if lease.scope.namespace == namespace]:
             self._end_restore(lease)
         purge = self.hierarchy.purge(self._keys.owner(namespace))
         self._purges.append(purge)
         return purge
 
-    def _purging(self, lease: Lease) -> set[Lane]:
-        """The tiers that may still have what was purged of whom a lease belongs to."""
+    def _purging(self, lineage: Sequence[Segment]) -> set[Lane]:
+        """The tiers that may still have what was purged of whom a sequence belongs to."""
         self._purges = [purge for purge in self._purges if purge.waiting]
-        owners = {self._keys.owner(segment.scope.namespace) for segment in lease.lineage} if self._purges else set()
+        owners = {self._keys.owner(segment.scope.namespace) for segment in lineage} if self._purges else set()
         return {lane for purge in self._purges if purge.owner in owners for lane in list(purge.waiting)}
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
@@ -349,6 +429,7 @@ class TieredCache(KVCache):
 
     def renew(self, fingerprint: bytes) -> None:
         """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""
+        self._prefetches.clear()
         super().renew(fingerprint)
         self._keys = self._keys.for_model(fingerprint)
 
@@ -356,4 +437,5 @@ class TieredCache(KVCache):
         """Write what is queued and close the tiers."""
         if self._tier_events is not None:
             self._tier_events.close()
+        self._prefetches.clear()
         self.hierarchy.close()

@@ -116,7 +116,9 @@ class TierReport:
     num_slower: int
     num_late: int
     num_expired: int
+    num_unused: int
     num_restored_tokens: int
+    num_prefetched_tokens: int
     failures: dict[str, int]
     load_seconds: tuple[tuple[float, int], ...]
     load_seconds_sum: float
@@ -364,7 +366,9 @@ class Lane:
             num_slower=counts.get("slower", 0),
             num_late=counts.get("late", 0),
             num_expired=counts.get("expired", 0),
+            num_unused=counts.get("unused", 0),
             num_restored_tokens=counts.get("restored_tokens", 0),
+            num_prefetched_tokens=counts.get("prefetched_tokens", 0),
             failures={
                 name.removeprefix("failure_"): count for name, count in counts.items() if name.startswith("failure_")
             },

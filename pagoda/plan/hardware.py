@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from pagoda.errors import ConfigError
 from pagoda.kv.sizes import parse_size
@@ -78,7 +79,9 @@ def find_hardware(name: str, count: int = 1) -> Hardware:
     """
     found = HARDWARE.get(name.lower())
     if found is None:
-        raise ConfigError(f"no hardware is called {name!r}; there are {', '.join(HARDWARE)}; or give its figures")
+        near = get_close_matches(name.lower(), HARDWARE, n=1)
+        hint = f"is {near[0]} meant? There are" if near else "there are"
+        raise ConfigError(f"no hardware is called {name!r}; {hint} {', '.join(HARDWARE)}; or give its figures")
     return Hardware(found.name, found.memory, found.bandwidth, found.flops, found.host_link, found.price, count)
 
 

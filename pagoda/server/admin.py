@@ -1,6 +1,6 @@
 """/v1/kv: what the cache holds for whom, and what it retains.
 
-    GET    /kv/leases        a tenant's own leases; everybody's with the admin key
+    GET    /kv/leases        a tenant's own leases; everybody's with the admin key; ids are not told to who has neither
     DELETE /kv/leases/{id}   end one, of one's own or with the admin key any
     GET    /kv/tree          the cached prefixes, with previews of their text: one's own, or with the admin key all;
                              without API keys and without the admin key no texts and no salts
@@ -8,6 +8,7 @@
     POST   /kv/pin           keep a cached prefix                           │ with the admin key only
     POST   /kv/purge         forget a tenant, a prefix, or a request's      │
     POST   /kv/publish       let every tenant hit a prefix; /kv/unpublish   │
+    GET    /kv/published     what every tenant may hit                      │
     POST   /kv/clear         evict what nobody holds                       ─┘
 
 The admin key comes in the header `X-Admin-Key`; a server without one has no such routes.
@@ -32,10 +33,12 @@ from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
+from pagoda.server.public_prefixes import PublicPrefixes
 
 MAX_PREFIXES = 10_000
 _PURGE_WAIT_S = 10.0
 _PURGE_GLANCE_S = 0.02
+PREVIEW_TOKENS = 32
 
 
 class PinFields(PrefixFields):
@@ -61,8 +64,11 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
     @router.get("/kv/leases")
     async def leases(request: Request) -> Response:
         tenant = tenant_of(request)
-        found = await engine.manage(lambda cache: cache.leases(tenant))
-        return JSONResponse({"object": "list", "data": [asdict(lease) for lease in found]})
+        data = [asdict(lease) for lease in await engine.manage(lambda cache: cache.leases(tenant))]
+        if tenant == "":  # everybody's: who knows a lease's id, or a cache's, which is its name, may end it
+            for each in data:
+                del each["id"], each["name"]
+        return JSONResponse({"object": "list", "data": data})
 
     @router.get("/kv/tree")
     async def tree(
@@ -93,7 +99,7 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
     return router
 
 
-def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRouter:
+def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_body_bytes: int) -> APIRouter:
     """The routes for the operator, without their prefix."""
     engine = served.engine
 
@@ -164,12 +170,26 @@ def admin_router(served: Served, admin_key: str, max_body_bytes: int) -> APIRout
             num_cached = await engine.manage(lambda cache: cache.publish(tokens, scope))
         except LeaseRefused as error:
             raise HttpError(409, "publish_refused", f"Not published: {error}.") from None
+        await public.save(engine)
         return JSONResponse({"prompt_tokens": len(tokens), "cached_tokens": num_cached})
 
     @router.post("/kv/unpublish")
     async def unpublish(request: Request) -> Response:
         tokens, _ = await prefix_in(request)
-        return JSONResponse({"unpublished": await engine.manage(lambda cache: cache.unpublish(tokens))})
+        count = await engine.manage(lambda cache: cache.unpublish(tokens))
+        await public.save(engine)
+        return JSONResponse({"unpublished": count})
+
+    @router.get("/kv/published")
+    async def published() -> Response:
+        found = await engine.manage(lambda cache: cache.published())
+        heads = [each.tokens[:PREVIEW_TOKENS] for each in found]
+        texts = await asyncio.to_thread(lambda: [engine.tokenizer.decode(head) for head in heads])
+        data = [
+            {"num_tokens": len(each.tokens), "cached_tokens": each.num_cached_tokens, "preview": text}
+            for each, text in zip(found, texts, strict=True)
+        ]
+        return JSONResponse({"object": "list", "data": data})
 
     @router.post("/kv/clear")
     async def clear() -> Response:

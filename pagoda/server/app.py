@@ -31,6 +31,7 @@ from pagoda.server.openai import Served, openai_router
 from pagoda.server.passages import BlendDefaults
 from pagoda.server.pressure import BodyBudget, PressureMiddleware
 from pagoda.server.prices import Prices
+from pagoda.server.public_prefixes import PublicPrefixes
 from pagoda.server.tier_metrics import health_of
 from pagoda.server.token import TokenGuard
 from pagoda.server.tokenize import tokenize_router
@@ -85,6 +86,7 @@ def create_app(
     prices: Prices = Prices(),
     ledger: Ledger | None = None,
     caches: NamedCaches | None = None,
+    public: PublicPrefixes | None = None,
     prefill_next_turn: bool = False,
     kv_events: Mapping[str, int] | None = None,
     cluster_token: str | None = None,
@@ -101,6 +103,7 @@ def create_app(
         prices: what tokens cost, for /v1/usage.
         ledger: where the tokens behind it are counted.
         caches: the named caches, and those of an earlier run, which are leased again in the background.
+        public: which texts were public in an earlier run; they are again before the first request.
         prefill_next_turn: compute what a chat's next prompt will begin with as soon as the answer is there.
         kv_events: the ports where block events are, for /health to tell routers.
         cluster_token: if there is one, every request must have it: the server is a replica behind a router.
@@ -110,7 +113,7 @@ def create_app(
         drain_s: how long streams may go on after the server was told to stop.
     """
     lifecycle = Lifecycle(engine, drain_s)
-    accounts = ledger or Ledger()
+    accounts, published = ledger or Ledger(), public or PublicPrefixes()
     bodies = BodyBudget(max(MAX_BODIES_BYTES, 2 * max_body_bytes))
     metrics = Metrics(engine, bodies)
     recent = Recent()
@@ -121,6 +124,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await lifecycle.start()
+        await published.restore(engine)
         saving = asyncio.create_task(_save_regularly(accounts))
         reviving = asyncio.create_task(revive(served))
         yield
@@ -162,7 +166,7 @@ def create_app(
     for router in (
         openai_router(served, max_body_bytes),
         anthropic_router(served, max_body_bytes),
-        cache_router(served, max_body_bytes),
+        cache_router(served, admin_key, max_body_bytes),
         explain_router(engine, admin_key),
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit)])
@@ -173,7 +177,7 @@ def create_app(
     ):
         app.include_router(router, prefix="/v1", dependencies=[Depends(admit_operator)])
     if admin_key is not None:
-        app.include_router(admin_router(served, admin_key, max_body_bytes), prefix="/v1")
+        app.include_router(admin_router(served, published, admin_key, max_body_bytes), prefix="/v1")
         only_admins = [Depends(require_admin(admin_key))]
         app.include_router(weights_router(served, max_body_bytes), prefix="/v1", dependencies=only_admins)
     app.include_router(tokenize_router(served, max_body_bytes), dependencies=[Depends(admit)])

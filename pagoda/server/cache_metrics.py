@@ -25,6 +25,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
     "hit_tokens": ("Prompt tokens found on the device", lambda tenant: tenant.num_hit_tokens),
     "computed_tokens": ("Tokens whose KV was computed", lambda tenant: tenant.num_computed_tokens),
     "restored_tokens": ("Tokens restored from tiers", lambda tenant: tenant.num_restored_tokens),
+    "prefetched_tokens": ("Of those, come before their request ran", lambda tenant: tenant.num_prefetched_tokens),
     "evicted_blocks": ("Blocks that a tenant lost to make room", lambda tenant: tenant.num_evicted_blocks),
 }
 

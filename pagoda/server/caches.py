@@ -1,7 +1,7 @@
 """/v1/caches: prefixes that are computed once, kept for a stated time, and used by name from any conversation.
 
     POST   /caches        compute a prefix without generating anything, and lease it; 409 with the reason if that fails
-    GET    /caches        the tenant's caches
+    GET    /caches        the tenant's caches; without API keys all callers are one, and are not told ids and names
     GET    /caches/{id}
     PATCH  /caches/{id}   another end
     DELETE /caches/{id}
@@ -26,6 +26,7 @@ from pydantic import Field
 from pagoda.engine.outputs import RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, LeaseRefused, PagodaError, RequestAborted
+from pagoda.server.auth import is_admin
 from pagoda.server.backend import Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
@@ -72,7 +73,7 @@ class CreateFields(PrefixFields, TimeFields):
     display_name: Annotated[str, Field(max_length=512)] | None = None
 
 
-def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
+def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> APIRouter:
     """The routes, without their prefix. They expect the tenant in `request.state.namespace`."""
     router = APIRouter()
     engine, caches = served.engine, served.caches
@@ -100,8 +101,11 @@ def cache_router(served: Served, max_body_bytes: int) -> APIRouter:
     @router.get("/caches")
     async def all_of(request: Request) -> Response:
         await refresh()
-        found = caches.all_of(request.state.namespace)
-        return JSONResponse({"object": "list", "data": [_report(cache) for cache in found]})
+        data = [_report(cache) for cache in caches.all_of(request.state.namespace)]
+        if not request.state.namespace and not is_admin(request, admin_key):
+            for each in data:  # who knows a cache's id may use and delete it: that is who made it
+                del each["id"], each["display_name"]
+        return JSONResponse({"object": "list", "data": data})
 
     @router.get("/caches/{cache_id}")
     async def one(request: Request, cache_id: str) -> Response:

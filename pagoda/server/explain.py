@@ -43,6 +43,8 @@ def explain_report(explanation: Explanation, tokenizer: Tokenizer, *, for_admin:
         "text_before": text(explanation.before),
         "text_asked": text(explanation.asked),
     }
+    if explanation.num_blended_tokens:
+        report["blended_tokens"] = explanation.num_blended_tokens
     if explanation.cached:
         report["text_cached"] = text(explanation.cached)
     if explanation.differs:

@@ -30,8 +30,14 @@ def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidReq
         case _:
             same = [each for each in faults if _path(each["loc"], fields) == (path, is_union)]
             said = " or ".join(dict.fromkeys(each["msg"].removeprefix(_SHOULD_BE) for each in same))
-            message = f"{name} should be {said}"
+            message = f"{name} should be {said}{', not null' if _is_null(path, fields) else ''}"
     return InvalidRequest(message, param=name)
+
+
+def _is_null(path: Sequence[int | str], fields: Any) -> bool:
+    for part in path:
+        fields = fields[part]
+    return fields is None
 
 
 def check_spelling(fields: Iterable[str], known: Container[str], own: Iterable[str]) -> None:

@@ -31,13 +31,14 @@ class Account(NamedTuple):
 class Counts:
     """Requests and tokens.
 
-    `read` of the `prompt` tokens hit; the others were computed. `written_5m` and `written_1h` of those came under a
-    lease, of up to five minutes or longer.
+    `read` of the `prompt` tokens hit, and `blended` were reused from passages; the others were computed. `written_5m`
+    and `written_1h` of those came under a lease, of up to five minutes or longer.
     """
 
     requests: int = 0
     prompt: int = 0
     read: int = 0
+    blended: int = 0
     written_5m: int = 0
     written_1h: int = 0
     generated: int = 0
@@ -124,6 +125,7 @@ def _counts_of(output: RequestOutput) -> Counts:
         requests=1,
         prompt=usage.num_prompt_tokens,
         read=usage.num_hit_tokens,
+        blended=usage.num_blended_tokens,
         written_5m=short,
         written_1h=sum(by_ttl.values()) - short,
         generated=usage.num_output_tokens,

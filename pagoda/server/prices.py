@@ -3,7 +3,7 @@
 [prices]
 input = 3.0        # a million prompt tokens
 output = 15.0      # a million generated tokens
-read = 0.1         # of the input price: prompt tokens that hit
+read = 0.1         # of the input price: prompt tokens that hit, or were reused from passages
 write_5m = 1.25    # of the input price: prompt tokens newly leased for up to five minutes
 write_1h = 2.0     # or for longer
 currency = "USD"
@@ -67,10 +67,9 @@ class Prices:
 
     def cost(self, counts: Counts) -> float:
         """What these tokens cost."""
-        plain = counts.prompt - counts.read - counts.written_5m - counts.written_1h
-        relative = (
-            plain + self.read * counts.read + self.write_5m * counts.written_5m + self.write_1h * counts.written_1h
-        )
+        read = counts.read + counts.blended
+        plain = counts.prompt - read - counts.written_5m - counts.written_1h
+        relative = plain + self.read * read + self.write_5m * counts.written_5m + self.write_1h * counts.written_1h
         return (self.input * relative + self.output * counts.generated) / PER
 
     def cost_without_cache(self, counts: Counts) -> float:

@@ -24,7 +24,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, *, log_level: str = "info") -> None:
         # h11 rather than what happens to be installed: one parser, one behaviour.
-        super().__init__(uvicorn.Config(app, log_level=log_level, http="h11", lifespan="on"))
+        super().__init__(uvicorn.Config(app, log_level=log_level, log_config=None, http="h11", lifespan="on"))
         logging.getLogger("uvicorn.access").addFilter(_Probes())
         self._lifecycle: Lifecycle = app.state.lifecycle
 

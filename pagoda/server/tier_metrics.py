@@ -14,6 +14,11 @@ from pagoda.engine.outputs import TierReport
 _COUNTERS: dict[str, tuple[str, Callable[[TierReport], int]]] = {
     "loaded_records": ("Records that a tier had and that verified", lambda tier: tier.num_loaded),
     "restored_tokens": ("Tokens restored from a tier instead of computed", lambda tier: tier.num_restored_tokens),
+    "prefetched_tokens": (
+        "Of those, tokens that had come before their request ran",
+        lambda tier: tier.num_prefetched_tokens,
+    ),
+    "unused_blocks": ("Blocks that had come for requests that did not need them", lambda tier: tier.num_unused),
     "stored_records": ("Records written as soon as their block was full", lambda tier: tier.num_stored),
     "demoted_records": ("Records written as the device evicted their block", lambda tier: tier.num_demoted),
     "skipped_records": ("Records not written because the queue was full", lambda tier: tier.num_skipped),

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.faults import Load, cases, run
+from benchmarks.faults import PLACES, Load, cases, run
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
@@ -32,7 +32,7 @@ def test_a_tier_that_goes_bad_costs_hits_only(place: str, fault: str, monkeypatc
     tiered, _ = make_core(num_blocks=64, tiers=[(MemoryTier(1 << 10), WritePolicy.BACK)])
     monkeypatch.setattr(tiered._scheduler, "prefill_speed", PrefillSpeed(SECONDS_PER_TOKEN))
     started = time.monotonic()
-    outcome = run(tiered, LOAD, place, fault, size=8 << 20, small=1 << 20)
+    outcome = run(tiered, LOAD, PLACES[place], fault, size=8 << 20, small=1 << 20)
     assert outcome.num_stuck == 0
     assert outcome.outputs == {name: expected_output(tokens, 5) for name, tokens in LOAD.requests.items()}
     assert max(outcome.latencies) < 5.0

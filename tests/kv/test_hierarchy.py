@@ -290,7 +290,7 @@ def test_a_tier_that_answers_later_than_computing_takes_is_not_asked() -> None:
 
 
 def test_what_arrived_is_bounded_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.kv.fetch._STAGED_BYTES", 10 * BYTES)
+    monkeypatch.setattr("pagoda.kv.fetcher._STAGED_BYTES", 10 * BYTES)
     tiers = make((filled(100), BACK))
     fetch = tiers.fetcher.fetch(block_ids(100), FOREVER, FOREVER)
     num_taken = 0

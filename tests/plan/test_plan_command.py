@@ -12,6 +12,7 @@ from pagoda.cli import app
 from pagoda.cli.plan import load_shape, parse_tokens
 from pagoda.errors import ConfigError, ModelNotFound, PagodaError
 from pagoda.plan.catalog import CATALOG
+from pagoda.plan.hardware import find_hardware
 
 
 def run(*args: str) -> str:
@@ -112,3 +113,16 @@ def test_planning_needs_no_torch() -> None:
     code = "import sys; from pagoda.cli.plan import load_shape; import pagoda.cli.plan_tables, pagoda.plan.report; "
     code += "load_shape('llama-3-8b'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_nearly_a_name_is_told() -> None:
+    with pytest.raises(ConfigError, match="is h100 meant"):
+        find_hardware("h1000")
+    with pytest.raises(ModelNotFound, match="is llama-3-8b meant"):
+        load_shape("llama-3-8")
+
+
+def test_a_device_is_hardware() -> None:
+    assert json.loads(run("llama-3-8b", "--device", "l4", "--json")) == json.loads(
+        run("llama-3-8b", "--hardware", "l4", "--json")
+    )

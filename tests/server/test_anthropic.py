@@ -103,6 +103,12 @@ async def test_the_whole_conversation_reaches_the_template(live: Live, client: a
     assert (seen["params"].temperature, seen["params"].top_p, seen["params"].top_k) == (0.5, 0.9, 7)
 
 
+async def test_what_is_null_is_told_what_it_should_be(live: Live) -> None:
+    answer = await live.http.post("/v1/messages", json=HELLO | {"max_tokens": None})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "max_tokens should be a valid integer, not null"
+
+
 async def test_counting(live: Live, client: anthropic.AsyncAnthropic) -> None:
     fields = {name: value for name, value in HELLO.items() if name != "max_tokens"}
     counted = await client.messages.count_tokens(**fields, system="be brief")

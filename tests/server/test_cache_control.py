@@ -14,6 +14,7 @@ from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.server.auth import ApiKeys
 from pagoda.server.named_caches import NamedCaches
+from pagoda.server.public_prefixes import PublicPrefixes
 from tests.model import models, tokenizers_made_here
 
 from .conftest import Live, run_server
@@ -38,6 +39,7 @@ async def serve(
     *,
     keys: bool = True,
     caches: NamedCaches | None = None,
+    public: PublicPrefixes | None = None,
     **settings: Any,
 ) -> AsyncIterator[Live]:
     engine = Engine(
@@ -51,6 +53,7 @@ async def serve(
         "served_model_names": ["tiny"],
         "drain_s": 1,
         "caches": caches,
+        "public": public,
     }
     async with run_server(AsyncEngine(engine), port, **options) as live:
         yield live

@@ -285,3 +285,21 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     with pytest.raises(ConfigError, match="move it away"):
         NamedCaches(path)
     assert path.read_text() == text
+
+
+# -- without API keys --------------------------------------------------------------------------------------------------
+
+
+async def test_where_all_callers_are_one_tenant_a_cache_is_its_makers_by_its_id(folder: Path) -> None:
+    async with serve(folder, "root", keys=False) as live:
+        made = await create(live, key={}, system=SYSTEM, display_name="harbour")
+        [seen] = (await live.http.get("/v1/caches")).json()["data"]
+        assert seen["held_tokens"] == made["held_tokens"]
+        [lease] = (await live.http.get("/v1/kv/leases")).json()["data"]
+        assert not {made["id"], "harbour"} & {*seen.values(), *lease.values()}
+        assert "id" not in lease
+        admin = {"x-admin-key": "root"}
+        assert (await live.http.get("/v1/caches", headers=admin)).json()["data"][0]["id"] == made["id"]
+        [known] = (await live.http.get("/v1/kv/leases", headers=admin)).json()["data"]
+        assert known["name"] == made["id"]
+        assert (await live.http.delete(f"/v1/caches/{made['id']}")).status_code == 200

@@ -15,6 +15,7 @@ import pytest
 
 from pagoda import cli
 from pagoda.cli import options
+from pagoda.cli.banner import print_banner
 from pagoda.cli.chat import _converse
 from pagoda.cli.chat_sources import LocalChat, RemoteChat
 from pagoda.engine.params import SamplingParams
@@ -195,3 +196,29 @@ def test_bind_takes_a_free_port_and_names() -> None:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
+
+
+def test_a_banner_says_where_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+    print_banner({"Model": "tiny", "Replicas": "2"}, "tiny", "0.0.0.0", 81, has_keys=False)
+    told = capsys.readouterr().err
+    for text in ("Model     tiny", "Replicas  2", "http://0.0.0.0:81/v1, no API key", "Anyone who can reach 0.0.0.0"):
+        assert text in told
+    print_banner({}, "tiny", "::1", 81, has_keys=True)
+    told = capsys.readouterr().err
+    assert "curl http://[::1]:81/v1/chat/completions" in told.splitlines()[-1]
+    assert "Bearer $PAGODA_API_KEY" in told
+    assert "Anyone" not in told
+
+
+def test_logs_have_one_style_and_say_whose_they_are() -> None:
+    program = """
+import logging
+from pagoda.cli.banner import log_to_stderr
+log_to_stderr("info", "replica 1: ")
+logging.getLogger("pagoda.kv").info("a tier is slow")
+logging.getLogger("pagoda.kv").debug("not told")
+logging.getLogger("another").info("not told")
+logging.getLogger("another").warning("told")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["replica 1: INFO     a tier is slow", "replica 1: WARNING  told"]

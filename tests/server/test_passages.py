@@ -242,8 +242,11 @@ async def test_the_real_engine_reuses_passages_in_any_order(folder: Any, order: 
                     {"role": "user", "content": [*map(passage, texts), part("How many boats?")]},  # type: ignore[list-item]
                 ],
                 extra_body={"blend": {"ratio": 0.15, "max_deviation": 100.0}},
+                extra_headers={"X-Pagoda-Explain": "1"},
             )
             usages.append(answer.usage.model_dump()["prompt_tokens_details"])
+            explained = answer.model_extra["pagoda"]["explain"]
+            assert explained["blended_tokens"] == usages[-1]["blended_tokens"]
         assert all(usage["blended_tokens"] > 2 * usage["recomputed_tokens"] > 0 for usage in usages)
         metrics = (await live.http.get("/metrics")).text
         blended = sum(usage["blended_tokens"] for usage in usages)
@@ -251,3 +254,7 @@ async def test_the_real_engine_reuses_passages_in_any_order(folder: Any, order: 
         recomputed = sum(usage["recomputed_tokens"] for usage in usages)
         assert f"pagoda_blend_recomputed_tokens_total {float(recomputed)}" in metrics
         assert 'pagoda_blend_guarded_total{all="no"} 0.0' in metrics
+        total = (await live.http.get("/v1/usage")).json()["total"]
+        assert total["blended_tokens"] == blended
+        assert total["computed_tokens"] == total["prompt_tokens"] - total["read_tokens"] - blended
+        assert total["saved"] > 0

@@ -24,7 +24,10 @@ def report(name: str, state: BreakerState, usage: Usage | None) -> TierReport:
         num_loaded=5,
         num_slower=6,
         num_late=7,
+        num_unused=8,
+        num_expired=9,
         num_restored_tokens=80,
+        num_prefetched_tokens=48,
         failures={"timeout": 7},
         load_seconds=((0.01, 2), (0.1, 0), (INFINITY, 1)),
         load_seconds_sum=2.5,
@@ -50,9 +53,12 @@ async def test_each_tier_has_its_samples(live: Live) -> None:
         "loaded_records",
         "slower_blocks",
         "late_blocks",
+        "unused_blocks",
+        "expired_records",
     )
-    assert [samples[f"pagoda_tier_{name}_total{{tier=dram}}"] for name in names] == [1, 2, 3, 4, 5, 6, 7]
+    assert [samples[f"pagoda_tier_{name}_total{{tier=dram}}"] for name in names] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert samples["pagoda_tier_restored_tokens_total{tier=s3}"] == 80
+    assert samples["pagoda_tier_prefetched_tokens_total{tier=s3}"] == 48
     assert samples["pagoda_restored_tokens_total"] == 160
     assert samples["pagoda_tier_failures_total{reason=timeout,tier=s3}"] == 7
     assert samples["pagoda_tier_bytes{tier=dram}"] == 500

@@ -10,12 +10,13 @@ comes back as Rejected) or a `volatile-ttl`; any other may drop leased records.
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -55,12 +56,15 @@ from pagoda.kv.tiers.records import (
     writable,
 )
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = b"PGD2"
 _LEASE = struct.Struct("<d")
 _ABOUT = struct.Struct(f"<4sIQ{OWNER_BYTES}sd")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _LEASE.size + _ABOUT.size + _CRC.size
 _SCAN_COUNT = 1000
+_FULL = 0.95
 
 # Keeps the later lease, and the key until it ends: in one step, because several processes write.
 _PUT = """
@@ -136,7 +140,8 @@ class RedisTier(Tier):
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._put_script = self._client.register_script(_PUT)
         self._lease_script = self._client.register_script(_SET_LEASE)
-        self._answer(self._client.ping)
+        if warning := policy_warning(self._answer(lambda: self._client.info("memory"))):
+            logger.warning("%s", warning)
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         now = self._clock()
@@ -274,3 +279,22 @@ class RedisTier(Tier):
 def _batches(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
     while batch := list(islice(keys, _SCAN_COUNT)):
         yield batch
+
+
+def policy_warning(memory: Mapping[str, Any]) -> str:
+    """What is wrong with how a server makes room, told by its INFO; empty if nothing is, or it does not tell."""
+    most, policy = memory.get("maxmemory"), memory.get("maxmemory_policy")
+    if most is None or policy is None:
+        return ""
+    if not most:
+        return (
+            "the Redis server has no maxmemory: it keeps every block until its time is over, and grows until its "
+            "machine has no memory left; set maxmemory, and maxmemory-policy allkeys-lru or volatile-ttl"
+        )
+    if policy != "noeviction":
+        return ""
+    full = "is full now" if memory.get("used_memory", 0) >= _FULL * most else "is full"
+    return (
+        f"the Redis server has maxmemory-policy noeviction: when it {full}, it refuses new blocks until old ones' time "
+        "is over; allkeys-lru makes room at once, volatile-ttl too and drops leased blocks last"
+    )

@@ -71,8 +71,11 @@ def redis_url() -> str:
     return start_redis()[0]
 
 
-def start_redis() -> tuple[str, subprocess.Popen[bytes]]:
-    """The address of a new server on a free loopback port, and its process, stopped at exit at the latest."""
+def start_redis(*more: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """The address of a new server on a free loopback port, and its process, stopped at exit at the latest.
+
+    More options override those given here.
+    """
     pytest.importorskip("redis", reason="the redis tier needs the extra 'redis'")
     binary = shutil.which("redis-server")
     if binary is None:
@@ -82,7 +85,7 @@ def start_redis() -> tuple[str, subprocess.Popen[bytes]]:
         port = probe.getsockname()[1]
     folder = tempfile.TemporaryDirectory()
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--maxmemory", "64mb", "--dir", folder.name]
-    server = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen([binary, *options, *more], stdout=subprocess.DEVNULL)
     atexit.register(lambda: (server.kill(), server.wait(), folder.cleanup()))
     for _ in range(100):
         with socket.socket() as probe:

@@ -13,7 +13,7 @@ import redis
 
 from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.records import Corrupt, Failed, Found, Missing, Reason, Record, Rejected, Stored
-from pagoda.kv.tiers.redis import RedisTier
+from pagoda.kv.tiers.redis import RedisTier, policy_warning
 from tests.kv.tiers.kit import KIB, Clock, get, record, redis_url, rid, start_redis
 
 
@@ -108,3 +108,43 @@ def test_a_server_that_is_gone(tmp_path: Path) -> None:
     assert isinstance(tier.delete([rid(0)])[0], Failed)
     with pytest.raises(TierUnavailable):
         tier.lookup([rid(0)])
+
+
+@pytest.mark.parametrize(
+    ("memory", "word"),
+    [
+        ({"maxmemory": 64, "maxmemory_policy": "noeviction", "used_memory": 10}, "when it is full,"),
+        ({"maxmemory": 64, "maxmemory_policy": "noeviction", "used_memory": 63}, "is full now"),
+        ({"maxmemory": 0, "maxmemory_policy": "noeviction"}, "no maxmemory"),
+        ({"maxmemory": 0, "maxmemory_policy": "allkeys-lru"}, "no maxmemory"),
+        ({"maxmemory": 64, "maxmemory_policy": "allkeys-lru", "used_memory": 63}, ""),
+        ({"maxmemory": 64, "maxmemory_policy": "volatile-ttl", "used_memory": 63}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_is_wrong_with_a_servers_policy(memory: dict[str, int | str], word: str) -> None:
+    warning = policy_warning(memory)
+    assert word in warning
+    assert bool(word) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ((), "noeviction"),  # as the server is by default
+        (("--maxmemory", "0"), "no maxmemory"),
+        (("--maxmemory-policy", "allkeys-lru"), ""),
+    ],
+)
+def test_a_servers_policy_is_told_at_start(
+    options: tuple[str, ...], word: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, server = start_redis(*options)
+    try:
+        with RedisTier(url, prefix=f"{tmp_path}:") as tier:
+            assert tier.put([record(0)]) == [Stored(8 * KIB)]
+    finally:
+        server.kill()
+        server.wait()
+    assert word in caplog.text
+    assert bool(word) == bool(caplog.text)
