@@ -30,7 +30,8 @@ struct Stretches {
 };
 
 inline int64_t position_of(const AttentionArgs& a, const Tile& t, int64_t row) {
-    return t.first_position + row / (a.num_heads / a.pool.num_kv_heads);
+    const int64_t token = row / (a.num_heads / a.pool.num_kv_heads);
+    return a.places ? a.places[t.first_token_row + token] : t.first_position + token;
 }
 
 inline Stretches stretches(const AttentionArgs& a, const Tile& t) {

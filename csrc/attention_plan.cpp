@@ -166,6 +166,24 @@ private:
     AttentionPlan plan_;
 };
 
+// KV index of a request's first row; its length if it has no rows.
+int64_t first_place(const AttentionArgs& args, const Batch& batch, int64_t request) {
+    const int64_t begin = batch.query_start[request], query_len = batch.query_start[request + 1] - begin;
+    return args.places && query_len > 0 ? args.places[begin] : batch.context_lens[request] - query_len;
+}
+
+void check_places(const AttentionArgs& args, const Batch& batch, int64_t request) {
+    int64_t before = -1;
+    for (int64_t row = batch.query_start[request]; args.places && row < batch.query_start[request + 1]; row++) {
+        if (args.places[row] <= before || args.places[row] >= batch.context_lens[request]) {
+            throw std::invalid_argument("places[" + std::to_string(row) + "] is " + std::to_string(args.places[row]) +
+                                        ": the places of request " + std::to_string(request) + " must rise below its context_len " +
+                                        std::to_string(batch.context_lens[request]));
+        }
+        before = args.places[row];
+    }
+}
+
 void check_shared(const AttentionArgs& args, const Batch& batch) {
     int64_t free_from = 0;
     for (int64_t s = 0; s < batch.num_shared; s++) {
@@ -179,7 +197,7 @@ void check_shared(const AttentionArgs& args, const Batch& batch) {
         const int64_t keys = int64_t{shared.num_blocks} * args.pool.block_size;
         const int32_t* first = batch.block_table + shared.first_request * batch.block_table_stride;
         for (int64_t r = shared.first_request; r < free_from; r++) {
-            if (batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]) < keys) {
+            if (first_place(args, batch, r) < keys) {
                 throw std::invalid_argument(name + " reaches into the new rows of request " + std::to_string(r));
             }
             if (std::memcmp(first, batch.block_table + r * batch.block_table_stride, shared.num_blocks * sizeof(int32_t)) != 0) {
@@ -211,12 +229,13 @@ void store_as(DType dtype, void* to, int64_t index, float value) {
 std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once) {
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     const int64_t token_row = batch.query_start[request], query_len = batch.query_start[request + 1] - token_row;
-    const int64_t first_position = batch.context_lens[request] - query_len, rows = query_len * group;
+    const int64_t first_position = first_place(args, batch, request), rows = query_len * group;
+    auto place = [&](int64_t row) { return args.places ? args.places[token_row + row / group] : first_position + row / group; };
     std::vector<Tile> result;
     for (int head = 0; head < args.pool.num_kv_heads; head += heads_at_once) {
         for (int64_t begin = 0; begin < rows; begin += kTileRows) {
             const int64_t end = std::min(begin + kTileRows, rows);
-            const int64_t first = first_position + begin / group, last = first_position + (end - 1) / group;
+            const int64_t first = place(begin), last = place(end - 1);
             result.push_back({.blocks = batch.block_table + request * batch.block_table_stride,
                               .request = request,
                               .first_token_row = token_row,
@@ -248,7 +267,8 @@ void check_attention(const AttentionArgs& args, const Batch& batch) {
                                         std::to_string(capacity) + " entries of its block table");
         }
         if (query_len == 0) continue;
-        const int64_t first = std::max<int64_t>(0, args.window > len ? 0 : len - query_len - args.window + 1);
+        check_places(args, batch, r);
+        const int64_t begins = first_place(args, batch, r), first = args.window > begins ? 0 : begins - args.window + 1;
         const int32_t* blocks = batch.block_table + r * batch.block_table_stride;
         for (int64_t b = first / args.pool.block_size; b * args.pool.block_size < len; b++) {
             if (blocks[b] < 0 || blocks[b] >= args.pool.num_blocks) {
@@ -257,7 +277,7 @@ void check_attention(const AttentionArgs& args, const Batch& batch) {
                                             std::to_string(args.pool.num_blocks - 1));
             }
             const Staged& staged = args.pool.staged;
-            const bool own = (b + 1) * args.pool.block_size > len - query_len;
+            const bool own = (b + 1) * args.pool.block_size > begins;
             if (staged.slot_of && own && (staged.slot_of[blocks[b]] < 0 || staged.slot_of[blocks[b]] >= staged.num_slots)) {
                 throw std::invalid_argument("block_table[" + std::to_string(r) + ", " + std::to_string(b) +
                                             "]: the block has rows and no staged copy");

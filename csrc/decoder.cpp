@@ -98,38 +98,43 @@ public:
     Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, int threads, Share& share)
         : s_(shape), step_(step), m_(memory), threads_(threads), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
-    void embed() {
-        const EmbedArgs args = {s_.embedding, step_.token_ids, m_.residual, rows_, s_.hidden};
+    void begin(const Cut& cut) {
+        if (cut.part == Cut::kBefore) residual_ = cut.lanes;
+        if (cut.part == Cut::kAfter) return select(cut.lanes, cut.rows, rows_);
+        const EmbedArgs args = {s_.embedding, step_.token_ids, residual_, rows_, s_.hidden};
         share_(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
     }
 
-    void attention(const LayerTensors& layer, const AttentionArgs& args, const AttentionPlan& plan) {
+    // Queries, keys and values; the latter two go to the pool.
+    void project(const LayerTensors& layer, const Pool& pool) {
         norm(layer.input_norm, layer.qkv);
         const int64_t heads = s_.num_heads + 2 * s_.num_kv_heads;
         linear(m_.packed, s_.hidden, layer.qkv, layer.qkv_bias, heads * s_.head_dim, Sink::kRows, m_.qkv);
-        const RopeArgs rope = rope_args(layer, args.pool);
+        const RopeArgs rope = rope_args(layer, pool);
         share_(blocks(rows_), [&](int64_t block) {
             const int64_t begin = block * kBlock, end = std::min(begin + kBlock, rows_);
             norm_heads(layer.q_norm, 0, s_.num_heads, m_.normed_q, begin, end);
             norm_heads(layer.k_norm, s_.num_heads, s_.num_kv_heads, m_.normed_k, begin, end);
             isa().rope_write_kv[kBF16](rope, begin, end);
         });
-        if (args.pool.staged.slot_of) {
+        if (pool.staged.slot_of) {
             share_(blocks(rows_), [&](int64_t block) {
                 isa().close_blocks[kBF16](rope.write, block * kBlock, std::min(block * kBlock + kBlock, rows_));
             });
         }
+    }
+
+    void attention(const AttentionArgs& args, const AttentionPlan& plan) {
         share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, args, plan.tasks[i]); });
         share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, args, plan, plan.merges[i]); });
     }
 
     // Nothing reads the other rows any more.
     void keep_logits_rows() {
-        const SelectLanesArgs args = {m_.residual, step_.logits_rows, m_.last_residual, step_.num_logits, s_.hidden};
-        share_(blocks(args.rows), [&](int64_t block) { tiles_.select(args, block); });
-        index_ = step_.logits_rows;
-        rows_ = step_.num_logits;
         residual_ = m_.last_residual;
+        rows_ = step_.num_logits;
+        select(m_.residual, step_.logits_rows, rows_);
+        index_ = step_.logits_rows;
     }
 
     void rest_of(const LayerTensors& layer) {
@@ -152,6 +157,11 @@ public:
     }
 
 private:
+    void select(const float* from, const int64_t* index, int64_t rows) {
+        const SelectLanesArgs args = {from, index, residual_, rows, s_.hidden};
+        share_(blocks(rows), [&](int64_t block) { tiles_.select(args, block); });
+    }
+
     void norm(const bf16* weight, const Matrix& next) {
         const LanesNormArgs args = {residual_, weight, m_.packed, s_.hidden, s_.eps};
         share_(blocks(rows_), [&](int64_t block) {
@@ -232,12 +242,14 @@ private:
 NativeDecoder::NativeDecoder(const DecoderTensors& shape, std::vector<LayerTensors> layers)
     : shape_(shape), layers_(std::move(layers)), team_(layers_.size() * kPhasesPerLayer + kOtherPhases) {}
 
-void NativeDecoder::check(const StepTensors& step, const std::vector<Pool>& pools) const {
+void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools) const {
     if (isa().tiles == nullptr) throw std::invalid_argument("this instruction set has no matrix tiles");
     if (pools.size() != layers_.size()) throw std::invalid_argument("one pool per layer is needed");
     check_range("token_ids", step.token_ids, step.num_rows, shape_.vocab);
     check_range("positions", step.positions, step.num_rows, shape_.max_pos);
     check_range("logits_rows", step.logits_rows, step.num_logits, step.num_rows);
+    if (cut.layer < 0 || cut.layer >= static_cast<int64_t>(layers_.size())) throw std::invalid_argument("there is no layer to cut at");
+    if (cut.part == Cut::kAfter) check_range("rows", cut.rows, step.num_rows, cut.num_lanes);
     for (size_t i = 0; i < layers_.size(); i++) {
         const Pool& pool = pools[i];
         if (pool.num_kv_heads != shape_.num_kv_heads || pool.head_dim != shape_.head_dim ||
@@ -252,9 +264,9 @@ void NativeDecoder::check(const StepTensors& step, const std::vector<Pool>& pool
     }
 }
 
-void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& pools, int threads) {
+void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools, int threads) {
     const std::lock_guard one_call(one_call_);
-    check(step, pools);
+    check(step, cut, pools);
     const bool qk_norm = layers_[0].q_norm != nullptr;
     const Activations memory(scratch_, shape_, qk_norm, step.num_rows, step.num_logits);
     std::vector<PlannedAttention> plans;
@@ -271,6 +283,7 @@ void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& po
                              .scale = shape_.scale,
                              .softcap = 0,
                              .window = layer.window,
+                             .places = step.places,
                              .out = memory.out,
                              .lse = memory.lse});
         const auto same = std::find_if(plans.begin(), plans.end(), [&](const PlannedAttention& p) {
@@ -282,11 +295,14 @@ void NativeDecoder::forward(const StepTensors& step, const std::vector<Pool>& po
         if (same != plans.end()) continue;
         plans.push_back({layer.group, layer.window, plan_attention(attention[i], batch, threads)});
     }
+    const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](auto share) {
         Pass pass(shape_, step, memory, threads, share);
-        pass.embed();
-        for (size_t i = 0; i < layers_.size(); i++) {
-            pass.attention(layers_[i], attention[i], plans[plan_of[i]].plan);
+        pass.begin(cut);
+        for (size_t i = first; i < layers_.size(); i++) {
+            pass.project(layers_[i], pools[i]);
+            if (i == last) return;
+            pass.attention(attention[i], plans[plan_of[i]].plan);
             if (i + 1 == layers_.size()) pass.keep_logits_rows();
             pass.rest_of(layers_[i]);
         }

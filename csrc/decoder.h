@@ -40,10 +40,21 @@ struct GroupTensors {
 
 struct StepTensors {
     const int64_t *token_ids, *positions, *logits_rows;
-    const int32_t *query_start, *context_lens;
+    const int32_t *query_start, *context_lens, *places;  // places: see AttentionArgs
     int64_t num_rows, num_requests, num_logits;
     std::vector<GroupTensors> groups;
     float* logits;  // [num_logits, vocab]
+};
+
+// A step in two calls, between which some of its rows may be dropped. The first ends in the middle of a layer, whose keys and values it
+// writes for all rows; the second begins with that layer.
+struct Cut {
+    enum Part { kWhole, kBefore, kAfter };
+    Part part;
+    int64_t layer;
+    float* lanes;         // the residual stream before the layer, [blocks, hidden, 16]: left by the first call, read by the second
+    int64_t num_lanes;    // rows of it
+    const int64_t* rows;  // [num_rows]: which of them the second call's rows are
 };
 
 class NativeDecoder {
@@ -51,10 +62,10 @@ public:
     NativeDecoder(const DecoderTensors& shape, std::vector<LayerTensors> layers);
 
     // Raises std::invalid_argument, before anything is written, for values outside their range. One call at a time.
-    void forward(const StepTensors& step, const std::vector<Pool>& pools, int threads);
+    void forward(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools, int threads);
 
 private:
-    void check(const StepTensors& step, const std::vector<Pool>& pools) const;
+    void check(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools) const;
 
     DecoderTensors shape_;
     std::vector<LayerTensors> layers_;

@@ -185,5 +185,21 @@ void rope_write_kv(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
     }
 }
 
+// T is what the pool holds.
+template <typename T>
+void turn_kv(const TurnArgs& a, int64_t row_begin, int64_t row_end) {
+    const Pool& pool = a.pool;
+    const int64_t size = pool.block_size, half = pool.head_dim / 2;
+    for (int64_t row = row_begin; row < row_end; row++) {
+        const int64_t source = a.sources[row], target = a.targets[row];
+        auto from = [&](const PoolPart& part, int head) { return (const T*)place_of(part, source / size, source % size, head); };
+        auto to = [&](const PoolPart& part, int head) { return (T*)place_of(part, target / size, target % size, head); };
+        for (int head = 0; head < pool.num_kv_heads; head++) {
+            rotate(from(pool.keys, head), to(pool.keys, head), a.cos + row * half, a.sin + row * half, half);
+            memcpy(to(pool.values, head), from(pool.values, head), pool.head_dim * sizeof(T));
+        }
+    }
+}
+
 }  // namespace
 }  // namespace pagoda::PAGODA_ISA

@@ -21,6 +21,7 @@ const IsaTable table = {
     .gelu_mul = {gelu_mul<float>, gelu_mul<bf16>, gelu_mul<f16>},
     .write_kv = {write_kv<float>, write_kv<bf16>, write_kv<f16>},
     .rope_write_kv = {rope_write_kv<float>, rope_write_kv<bf16>, rope_write_kv<f16>},
+    .turn_kv = {turn_kv<float>, turn_kv<bf16>, turn_kv<f16>},
     .close_blocks = {close_blocks<float>, close_blocks<bf16>, close_blocks<f16>},
 #if defined(__AMX_BF16__)
     .attention_scratch_bytes = amx_scratch_bytes,

@@ -63,6 +63,9 @@ using Layer = std::tuple<std::vector<MatrixAt>, std::vector<uintptr_t>, int, int
 // block table, its row stride, max_blocks, slots, shared prefixes, how many
 using Group = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t, int64_t>;
 
+// part, layer, lanes, how many, rows
+using CutAt = std::tuple<int, int64_t, uintptr_t, int64_t, uintptr_t>;
+
 int64_t window_or_none(int64_t window) { return window > 0 ? window : std::numeric_limits<int64_t>::max(); }
 
 Matrix matrix(const MatrixAt& m) { return {at<const void>(std::get<0>(m)), at<const float>(std::get<1>(m))}; }
@@ -162,6 +165,16 @@ NB_MODULE(_native, m) {
         release);
 
     m.def(
+        "turn_kv",
+        [](int dtype, const PoolAt& view, uintptr_t sources, uintptr_t targets, uintptr_t cos, uintptr_t sin, int64_t rows,
+           int threads) {
+            turn_kv(DType(dtype),
+                    {pool(view), at<const int64_t>(sources), at<const int64_t>(targets), at<const float>(cos), at<const float>(sin)},
+                    rows, threads);
+        },
+        release);
+
+    m.def(
         "linear",
         [](Rows x, MatrixAt weight, int64_t weight_row_stride, uintptr_t bias, uintptr_t out, int64_t rows, int64_t num_in,
            int64_t num_out, int threads) {
@@ -183,7 +196,7 @@ NB_MODULE(_native, m) {
         [](int dtype, Heads q, int64_t num_rows, int num_heads, const PoolAt& view, Rows block_table,
            int64_t max_blocks, uintptr_t query_start, uintptr_t context_lens, int64_t num_requests, float scale,
            float softcap, int64_t window, uintptr_t out, uintptr_t lse, Rows mass, int threads, uintptr_t shared,
-           int64_t num_shared) {
+           int64_t num_shared, uintptr_t places) {
             const AttentionArgs args = {
                 .q = at<void>(std::get<0>(q)),
                 .q_row_stride = std::get<1>(q),
@@ -193,6 +206,7 @@ NB_MODULE(_native, m) {
                 .scale = scale,
                 .softcap = softcap,
                 .window = window_or_none(window),
+                .places = at<const int32_t>(places),
                 .out = at<void>(out),
                 .lse = at<float>(lse)};
             const Batch batch = {
@@ -211,7 +225,7 @@ NB_MODULE(_native, m) {
         },
         "dtype"_a, "q"_a, "num_rows"_a, "num_heads"_a, "view"_a, "block_table"_a, "max_blocks"_a,
         "query_start"_a, "context_lens"_a, "num_requests"_a, "scale"_a, "softcap"_a, "window"_a, "out"_a, "lse"_a, "mass"_a,
-        "threads"_a, "shared"_a = 0, "num_shared"_a = 0, release);
+        "threads"_a, "shared"_a = 0, "num_shared"_a = 0, "places"_a = 0, release);
 
     m.def(
         "recall_entries",
@@ -271,13 +285,14 @@ NB_MODULE(_native, m) {
         .def(
             "forward",
             [](NativeDecoder& self, uintptr_t token_ids, uintptr_t positions, uintptr_t logits_rows, uintptr_t query_start,
-               uintptr_t context_lens, int64_t num_rows, int64_t num_requests, int64_t num_logits,
-               const std::vector<Group>& groups, const std::vector<PoolAt>& views, uintptr_t logits, int threads) {
+               uintptr_t context_lens, uintptr_t places, int64_t num_rows, int64_t num_requests, int64_t num_logits,
+               const std::vector<Group>& groups, const std::vector<PoolAt>& views, uintptr_t logits, const CutAt& cut, int threads) {
                 StepTensors step = {.token_ids = at<const int64_t>(token_ids),
                                     .positions = at<const int64_t>(positions),
                                     .logits_rows = at<const int64_t>(logits_rows),
                                     .query_start = at<const int32_t>(query_start),
                                     .context_lens = at<const int32_t>(context_lens),
+                                    .places = at<const int32_t>(places),
                                     .num_rows = num_rows,
                                     .num_requests = num_requests,
                                     .num_logits = num_logits,
@@ -289,7 +304,8 @@ NB_MODULE(_native, m) {
                 }
                 std::vector<Pool> pools;
                 for (const PoolAt& view : views) pools.push_back(pool(view));
-                self.forward(step, pools, threads);
+                const auto& [part, layer, lanes, num_lanes, rows] = cut;
+                self.forward(step, {Cut::Part(part), layer, at<float>(lanes), num_lanes, at<const int64_t>(rows)}, pools, threads);
             },
             release);
 }

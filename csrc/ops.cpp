@@ -79,6 +79,13 @@ void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads)
     close_blocks(dtype, args.write, rows, threads);
 }
 
+void turn_kv(DType dtype, const TurnArgs& args, int64_t rows, int threads) {
+    check_range("sources", args.sources, rows, args.pool.num_blocks * args.pool.block_size);
+    check_range("targets", args.targets, rows, args.pool.num_blocks * args.pool.block_size);
+    parallel_ranges(rows, grain(2 * args.pool.num_kv_heads * args.pool.head_dim), threads,
+                    [&](int64_t begin, int64_t end) { isa().turn_kv[dtype](args, begin, end); });
+}
+
 void linear(const LinearArgs& args, int threads) {
     // Ranges start at multiples of 32 outputs, as the tiles do; rows are packed 16 at a time.
     constexpr int64_t kOuts = 32, kRows = 16;

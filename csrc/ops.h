@@ -14,6 +14,7 @@ void silu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);
 void gelu_mul(DType dtype, const GatedArgs& args, int64_t rows, int threads);
 void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads);
 void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads);
+void turn_kv(DType dtype, const TurnArgs& args, int64_t rows, int threads);
 void linear(const LinearArgs& args, int threads);
 
 // Adjacent requests whose block tables start with the same blocks, all of whose rows come after those.

@@ -105,6 +105,13 @@ struct RopeArgs {
     WriteArgs write;
 };
 
+// Entries that are copied within a pool of plain keys and values, the keys turned on by an angle of their own.
+struct TurnArgs {
+    Pool pool;
+    const int64_t *sources, *targets;  // slots, none of which is in both
+    const float *cos, *sin;            // [rows, head_dim / 2]
+};
+
 struct LinearArgs {
     const void* x;     // [rows, in]
     Matrix weight;     // its rows may have gaps
@@ -122,6 +129,7 @@ struct AttentionArgs {
     float scale;
     float softcap;   // 0: none
     int64_t window;  // INT64_MAX: none
+    const int32_t* places;  // [rows]: the KV index of each, rising within a request; null: a request's rows are its last entries
     void* out;       // contiguous [rows, num_heads, head_dim]
     float* lse;      // [rows, num_heads]
 };
@@ -139,7 +147,7 @@ struct Tile {
     const int32_t* blocks;    // the request's row of the block table
     int64_t request;
     int64_t first_token_row;  // the request's first row in q
-    int64_t first_position;   // KV index of that row: context_len - query_len
+    int64_t first_position;   // KV index of that row; of those after it too, unless they have places
     int kv_head, num_kv_heads;
     int64_t row_begin, row_end;  // of each KV head; all heads' rows together are at most kTileRows
     int64_t key_begin, key_end;
@@ -251,6 +259,7 @@ struct IsaTable {
     void (*gelu_mul[kNumDTypes])(const GatedArgs&, int64_t row_begin, int64_t row_end);
     void (*write_kv[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
     void (*rope_write_kv[kNumDTypes])(const RopeArgs&, int64_t row_begin, int64_t row_end);
+    void (*turn_kv[kNumDTypes])(const TurnArgs&, int64_t row_begin, int64_t row_end);
     // Once all rows are written, where blocks are staged.
     void (*close_blocks[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
     int64_t (*attention_scratch_bytes)(int64_t head_dim);

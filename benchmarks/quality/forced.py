@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pagoda import Engine, SamplingParams
+from pagoda.blend.progress import BlendProgress
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.outputs import SparseReport
@@ -35,10 +36,12 @@ class Forced:
         self._forward = self._decoder.forward
         self._decoder.forward = self._tapped
         self._every_row = False
+        self._first_row = 0
         self._to_come: Iterator[int] = iter(())
         self._seen: list[torch.Tensor] = []
         self._names = itertools.count()
         self.sparse: SparseReport | None = None
+        self.blend: BlendProgress | None = None
 
     def read(
         self,
@@ -56,8 +59,9 @@ class Forced:
             tokens: the whole sequence.
             start: at least 1; the first token whose logits are wanted.
             decode: one token at a time from `start` on, after a prompt of what is before.
-            share: whether the prompt may hit what earlier calls left in the cache. In chunks it never does.
-            blend: passages of the prompt, which must be cached already: one request runs at a time.
+            share: whether the prompt may hit what earlier calls left in the cache. In chunks it does not.
+            blend: passages of the prompt, which must be cached already: one request runs at a time. They must end
+                before `start`: their rows may have no logits. What became of them is in `self.blend` afterwards.
             kv_policy: the request's; what it did is in `sparse` afterwards.
 
         Yields:
@@ -66,13 +70,15 @@ class Forced:
         name = f"forced-{next(self._names)}"
         prompt = tokens[:start] if decode else tokens[:-1]
         self._every_row, self._seen = not decode, []
+        self._first_row = 0 if blend is None else start - 1
         self._to_come = iter(tokens[start:] if decode else tokens[-1:])
         wish = None if kv_policy is None else parse_kv_policy(kv_policy)
         params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True, kv_policy=wish)
         self.sparse = None
-        scope = Scope() if decode and share else Scope(salt=name)
+        scope = Scope() if blend is not None or (decode and share) else Scope(salt=name)
         self.engine.core.add(name, list(prompt), params, scope=scope, blend=blend)
-        position = start if decode else 1
+        self.blend = self.engine.core._requests[name].blend
+        position = start if decode else self._first_row + 1
         try:
             while self.engine.core.has_work:
                 for output in self.engine.core.step():
@@ -89,7 +95,8 @@ class Forced:
     def _tapped(self, batch: ForwardBatch, *args: Any, **options: Any) -> torch.Tensor:
         wanted = batch.logits_rows
         if self._every_row:
-            batch = dataclasses.replace(batch, logits_rows=torch.arange(len(batch.token_ids)))
+            rows = (batch.positions >= self._first_row).nonzero()[:, 0]
+            batch = dataclasses.replace(batch, logits_rows=rows)
         logits: torch.Tensor = self._forward(batch, *args, **options)
         if len(logits):
             self._seen.append(logits)

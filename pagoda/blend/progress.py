@@ -1,18 +1,34 @@
-"""BlendProgress: how far a request with passages is, and where the KV of its prompt came from."""
+"""BlendProgress: how far a request with passages is, and where the KV of its prompt came from.
+
+A step's budget is the rows that it may compute. Most rows of passages stop after two layers, so they are charged what
+part of the layers they are expected to pass, and a step takes more of them: as many as cost what others' rows would.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.blend.segments import BlendSpec
-from pagoda.blend.select import Choice
+from pagoda.blend.select import CHECK_LAYER, Choice
 
 _BLENDED, _RECOMPUTED = 1, 2
+_ROUNDING = 1e-6
+_LEAST_CHARGE = 1 / 8  # all rows of a step are in memory at once, however few go on
+
+
+def row_charge(ratio: float, num_layers: int) -> float:
+    """What a passage's row is charged where others' are charged 1."""
+    share = (CHECK_LAYER + ratio * (num_layers - CHECK_LAYER)) / num_layers
+    return min(1.0, max(_LEAST_CHARGE, share))
 
 
 class BlendProgress:
     """A BlendSpec at work on one prompt of `num_tokens` tokens. What is computed again is noted again.
+
+    `charge` is what a passage's row takes of a step's budget.
 
     Attributes:
         first: where the first passage starts: from there on the KV is the request's own.
@@ -20,19 +36,42 @@ class BlendProgress:
             prompt counts once.
     """
 
-    def __init__(self, spec: BlendSpec, num_tokens: int) -> None:
+    def __init__(self, spec: BlendSpec, num_tokens: int, charge: float = 1.0) -> None:
         self.spec = spec
         self.first = spec.spans[0].start
         self.num_raised = 0
         self.num_whole = 0
+        self._left = 0.0
+        self._num_found = 0
         self._sources: npt.NDArray[np.uint8] = np.zeros(num_tokens, dtype=np.uint8)
+        self._least_charge = charge
+        charges = np.ones(num_tokens)
+        for span in spec.spans:
+            charges[span.start : span.stop] = charge
+        self._charged = np.concatenate(([0.0], charges.cumsum()))  # of all tokens before each position
 
-    def chunk(self, position: int, num_tokens: int) -> int:
-        """How many of the next tokens, at most `num_tokens`, go into one step.
+    def chunk(self, position: int, budget: int) -> int:
+        """How many of the next tokens go into a step that has room for `budget`, at least 1, rows: maybe more than there are.
 
         What precedes the first passage is exact and for all to share: no step holds some of it and some that is not.
         """
-        return min(num_tokens, self.first - position) if position < self.first else num_tokens
+        if position < self.first:
+            return min(budget, self.first - position)
+        if position >= self._sources.size:
+            return budget
+        most = self._charged[position] + budget + _ROUNDING
+        beyond = max(0, int(most - self._charged[-1]))  # of the output, to which a preempted request comes back
+        return int(self._charged.searchsorted(most, side="right")) - 1 - position + beyond
+
+    def longest(self, budget: int) -> int:
+        """The most tokens that a step of `budget` rows may have of it."""
+        return math.ceil(budget / self._least_charge)
+
+    def charge(self, position: int, num_tokens: int) -> int:
+        """What so many tokens from `position` on take of a step's budget."""
+        end = min(position + num_tokens, self._sources.size)
+        start = min(position, end)
+        return math.ceil(self._charged[end] - self._charged[start] - _ROUNDING) + num_tokens - (end - start)
 
     def note(self, positions: npt.NDArray[np.int64], choice: Choice) -> None:
         """Tokens of passages were found, and some of them chosen to be computed anew."""
@@ -40,6 +79,13 @@ class BlendProgress:
         self._sources[positions] = np.where(chosen, _RECOMPUTED, _BLENDED)
         self.num_raised += choice.is_raised
         self.num_whole += choice.is_whole
+        self._left += choice.left * positions.size
+        self._num_found += positions.size
+
+    @property
+    def deviation(self) -> float:
+        """The deviation that stays, as a mean over all tokens that were found; 0 if none were."""
+        return self._left / self._num_found if self._num_found else 0.0
 
     @property
     def num_blended(self) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagoda.kernels import KVView, rope_write_kv
+from pagoda.kernels import KVView, turn_kv
 
 
 class Rotations(NamedTuple):
@@ -54,7 +54,7 @@ def move(
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> None:
-    """Copy KV from slots to others, the keys turned on. Mutates the pool behind the views, at the targets.
+    """Copy KV from slots to others in several layers. Mutates the pool behind the views, at the targets.
 
     Args:
         views: the layers to copy.
@@ -62,7 +62,4 @@ def move(
         sources, targets: for each of them int64 `[rows]`; no slot is in both.
     """
     for view, turn, source, target in zip(views, turns_of, sources, targets, strict=True):
-        keys, values = gather(view, source)
-        rows = torch.arange(len(source), device=source.device)
-        # The kernel that writes new KV rotates keys as it does so; there are no queries here.
-        rope_write_kv(keys[:, :0], keys, values, turn.cos, turn.sin, rows, view, target)
+        turn_kv(view, source, target, turn.cos, turn.sin)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pagoda.blend.progress import BlendProgress
+from pagoda.blend.progress import BlendProgress, row_charge
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
@@ -201,7 +201,11 @@ class EngineCore:
         spans = tuple(span for span in blend.spans if span.stop - span.start >= self.cache.block_size)
         if not spans:
             return
-        request.blend = BlendProgress(replace(blend, spans=spans), int(request.prompt.size))
+        spec, size = replace(blend, spans=spans), int(request.prompt.size)
+        request.blend = BlendProgress(spec, size, row_charge(spec.ratio, len(self.cache.layout.layers)))
+        longest = request.blend.longest(self._config.token_budget)
+        if self.cache.peak_blocks(size + request.max_tokens, longest) > self.cache.num_blocks:
+            request.blend = BlendProgress(spec, size)  # windowed layers hold a step's tokens: here only short ones fit
         for passage in self._passages.prepare(request):
             self._requests[passage.request_id] = passage
             self._scheduler.add(passage.samples[0])
@@ -275,8 +279,9 @@ class EngineCore:
         self._note_admissions(plan)
         computing_since = time.perf_counter()
         logits = self._runner.execute(plan)
-        runs = [(rows.start, rows.stop) for rows in plan]
-        self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
+        if all(rows.sample.request.blend is None for rows in plan):  # else many a row was computed in part
+            runs = [(rows.start, rows.stop) for rows in plan]
+            self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._grant_leases(rows.sample.request, rows.stop)

@@ -106,11 +106,17 @@ class Sample:
         return len(self.tokens) - self.running_lease.num_computed_tokens
 
     def num_next(self, budget: int) -> int:
-        """How many rows it may have in the next step, at most `budget`. The sample must be running."""
-        count, position = min(self.num_uncomputed, budget), self.running_lease.num_computed_tokens
+        """How many rows it may have in the next step, within `budget`. The sample must be running."""
+        position = self.running_lease.num_computed_tokens
         if self.request.blend is not None:
-            return self.request.blend.chunk(position, count)
+            return min(self.num_uncomputed, self.request.blend.chunk(position, budget))
+        count = min(self.num_uncomputed, budget)
         return count if self.sparse is None else min(count, self.sparse.limit(position))
+
+    def charge(self, num_rows: int) -> int:
+        """What its next rows take of a step's budget: rows that stop early take less. The sample must be running."""
+        blend = self.request.blend
+        return num_rows if blend is None else blend.charge(self.running_lease.num_computed_tokens, num_rows)
 
     def make_room(self) -> None:
         """Compress its KV, if that is due; raises OutOfBlocks. The sample must be running."""

@@ -140,7 +140,7 @@ class ModelRunner:
         return logits
 
     def _forward(self, plan: Sequence[Rows]) -> torch.Tensor:
-        """The logits of a plan. A hook that drops rows and one that counts on them cannot steer the same pass."""
+        """The logits of a plan. What drops rows and a hook that counts on them cannot steer the same pass."""
         blended = [rows for rows in plan if rows.sample.request.blend is not None]
         others = [rows for rows in plan if rows.sample.request.blend is None]
         if not blended or not any(rows.sample.sparse is not None for rows in others):
@@ -157,9 +157,9 @@ class ModelRunner:
     def _pass(self, plan: Sequence[Rows]) -> torch.Tensor:
         device = self.decoder.device
         batch, adapters = build_batch(plan, device), adapter_rows(plan, device)
-        hook = self._blender.begin(plan, batch) if self._blender is not None else None
-        steered = hook or sparse_hook(plan, self._group_of_layer)
-        return self.decoder.forward(batch, self.kv, self._group_of_layer, steered, adapters)
+        narrowing = self._blender.begin(plan, batch) if self._blender is not None else None
+        hook = sparse_hook(plan, self._group_of_layer) if narrowing is None else None
+        return self.decoder.forward(batch, self.kv, self._group_of_layer, hook, adapters, narrowing)
 
     def _views(self) -> list[KVView]:
         return [self._view(layer) for layer in range(len(self._pool.layout.layers))]

@@ -190,10 +190,12 @@ class Scheduler:
         return sorted(rows, key=self._known_blocks)
 
     def _budget(self, plan: Mapping[Sample, int], count: int) -> int:
-        """How many of a sample's `count` next tokens a step has room for. One is decoding, more are a prompt's."""
-        left = self._config.token_budget - sum(plan.values())
+        """How much of a step's budget a sample with `count` tokens to compute may use. One is decoding, more are a prompt's."""
+        charges = {sample: sample.charge(planned) for sample, planned in plan.items()}
+        left = self._config.token_budget - sum(charges.values())
         if count > 1:
-            left = min(left, self.relief.prefill_budget - sum(planned for planned in plan.values() if planned > 1))
+            prompts = (charges[sample] for sample, planned in plan.items() if planned > 1)
+            left = min(left, self.relief.prefill_budget - sum(prompts))
         return min(count, left)
 
     def _known_blocks(self, rows: Rows) -> bytes:
@@ -353,7 +355,9 @@ class Scheduler:
         """The most blocks that a sample holds with so many tokens more; a sparse one, as far as it may go."""
         if sample.sparse is not None:
             return sample.request.peak_blocks
-        return self._cache.peak_blocks(len(sample.tokens) + num_more, self._config.token_budget)
+        budget, blend = self._config.token_budget, sample.request.blend
+        step_tokens = budget if blend is None else blend.longest(budget)
+        return self._cache.peak_blocks(len(sample.tokens) + num_more, step_tokens)
 
     def _left(self, sample: Sample) -> int:
         """Tokens that a sample is expected to generate yet."""

@@ -30,6 +30,7 @@ from pagoda.kernels.dispatch import (
     rms_norm,
     rope_write_kv,
     silu_mul,
+    turn_kv,
     write_kv,
 )
 from pagoda.kernels.fused import FusedDecoder, can_fuse
@@ -54,5 +55,6 @@ __all__ = [
     "rms_norm",
     "rope_write_kv",
     "silu_mul",
+    "turn_kv",
     "write_kv",
 ]

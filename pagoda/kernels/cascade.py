@@ -19,7 +19,11 @@ _WORTH_SHORTENING = 0.5  # a request joins the ones before it if at least this s
 
 
 def find_shared_prefixes(
-    block_table: torch.Tensor, query_start: torch.Tensor, context_lens: torch.Tensor, block_size: int
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_size: int,
+    places: torch.Tensor | None = None,
 ) -> tuple[SharedPrefix, ...]:
     """Runs of adjacent requests with equal leading blocks, as `paged_attention` takes them. Mutates nothing.
 
@@ -31,6 +35,7 @@ def find_shared_prefixes(
         query_start: int32 `[num_requests + 1]`.
         context_lens: int32 `[num_requests]`.
         block_size: KV entries in a block.
+        places: int32 `[num_rows]`, see `paged_attention`.
     """
     num_requests, max_blocks = block_table.shape
     if num_requests < 2 or max_blocks < _MIN_BLOCKS:
@@ -38,7 +43,11 @@ def find_shared_prefixes(
     tables = block_table.numpy()
     if not (tables[1:, _MIN_BLOCKS - 1] == tables[:-1, _MIN_BLOCKS - 1]).any():
         return ()
-    before = (context_lens.numpy() - np.diff(query_start.numpy())) // block_size
+    counts = np.diff(query_start.numpy())
+    first_places = context_lens.numpy() - counts
+    if places is not None:
+        first_places[counts > 0] = places.numpy()[query_start.numpy()[:-1][counts > 0]]
+    before = first_places // block_size
     differs = tables[1:] != tables[:-1]
     common = np.where(differs.any(axis=1), differs.argmax(axis=1), max_blocks)
     common = np.minimum(common, np.minimum(before[1:], before[:-1])).tolist()

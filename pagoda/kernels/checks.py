@@ -79,6 +79,21 @@ def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
     _check_index("positions", positions, torch.int64, q.shape[0])
 
 
+def check_turn(
+    view: KVView, sources: torch.Tensor, targets: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """int64 `[rows]` slots, contiguous float32 `[rows, head_dim / 2]` angles, keys and values of one float dtype."""
+    check_view(view)
+    if not view.is_plain(view.keys.dtype):
+        raise KernelError(f"only plain keys and values can be turned; these are {view.keys.dtype}, {view.values.dtype}")
+    rows = sources.numel()
+    _check_index("sources", sources, torch.int64, rows)
+    _check_index("targets", targets, torch.int64, rows)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != (rows, view.head_dim // 2) or table.dtype != torch.float32 or not table.is_contiguous():
+            raise KernelError(f"{name} must be a contiguous [{rows}, {view.head_dim // 2}] float32; got {_show(table)}")
+
+
 def check_attention(
     q: torch.Tensor,
     view: KVView,
@@ -87,6 +102,7 @@ def check_attention(
     context_lens: torch.Tensor,
     window: int | None,
     softcap: float | None,
+    places: torch.Tensor | None,
 ) -> None:
     """The arguments of `paged_attention`."""
     check_view(view)
@@ -99,6 +115,7 @@ def check_attention(
     _check_index("context_lens", context_lens, torch.int32, num_requests)
     _check_index("query_start", query_start, torch.int32, num_requests + 1)
     check_block_table(block_table, num_requests)
+    check_places(places, q.shape[0])
     if window is not None and window < 1:
         raise KernelError(f"window must be at least 1; got {window}")
     if softcap is not None and softcap <= 0:
@@ -204,6 +221,17 @@ def check_step(
     _check_index("query_start", query_start, torch.int32, num_requests + 1)
     _check_index("context_lens", context_lens, torch.int32, num_requests)
     _check_index("logits_rows", logits_rows, torch.int64, logits_rows.numel())
+
+
+def check_places(places: torch.Tensor | None, num_rows: int) -> None:
+    """int32 per row, if there are any."""
+    if places is not None:
+        _check_index("places", places, torch.int32, num_rows)
+
+
+def check_kept(rows: torch.Tensor, num_rows: int) -> None:
+    """int64 per row that goes on."""
+    _check_index("rows", rows, torch.int64, num_rows)
 
 
 def check_tables(block_table: torch.Tensor, slot_mapping: torch.Tensor, num_requests: int, num_rows: int) -> None:

@@ -202,6 +202,23 @@ def rope_write_kv(
     return result
 
 
+def turn_kv(view: KVView, sources: torch.Tensor, targets: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Copy entries from slots to others, the keys turned on by an angle each. Mutates the pool, at the targets.
+
+    Args:
+        view: one layer of the pool, not quantized.
+        sources: int64 `[rows]`, slots.
+        targets: int64 `[rows]`, all different; none is a source.
+        cos: float32 `[rows, head_dim / 2]`, contiguous; dimension `i` is paired with `i + head_dim / 2`.
+        sin: like `cos`.
+
+    Raises:
+        KernelError: wrong shapes or dtypes, a quantized view, or a slot outside the pool; then nothing is written.
+    """
+    checks.check_turn(view, sources, targets, cos, sin)
+    _backend_for(view.keys).turn_kv(view, sources, targets, cos, sin)
+
+
 def paged_attention(
     q: torch.Tensor,
     view: KVView,
@@ -215,6 +232,7 @@ def paged_attention(
     need_lse: bool = False,
     need_mass: bool = False,
     shared_prefixes: Sequence[SharedPrefix] = (),
+    places: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """Causal attention of ragged rows over a paged KV pool, one softmax pass (PagedAttention, arXiv:2309.06180).
 
@@ -237,15 +255,18 @@ def paged_attention(
         need_mass: also return the attention mass of each KV entry (what H2O, arXiv:2306.14048, keeps by).
         shared_prefixes: requests that attend to their common leading blocks together, which reads those once (see
             `find_shared_prefixes`); in order of requests, without overlap. The result is the same without them.
+        places: int32 `[num_rows]`, where some of a request's rows are left out: the KV entry of each row, rising within
+            a request. Row `i` then sees entries `j <= places[i]`, and with a window also `j > places[i] - window`. Of
+            staged blocks, those from a request's first row on must all be staged.
 
     Returns:
         New tensors; see AttentionOutput.
 
     Raises:
-        KernelError: wrong shapes, dtypes, strides, lengths or block ids, or prefixes that are not shared, that reach
-            into the rows, or that come with a window.
+        KernelError: wrong shapes, dtypes, strides, lengths, places or block ids, or prefixes that are not shared, that
+            reach into the rows, or that come with a window.
     """
-    checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap)
+    checks.check_attention(q, view, block_table, query_start, context_lens, window, softcap, places)
     result: AttentionOutput = _backend_for(q).paged_attention(
         q,
         view,
@@ -258,6 +279,7 @@ def paged_attention(
         need_lse=need_lse,
         need_mass=need_mass,
         shared_prefixes=shared_prefixes,
+        places=places,
     )
     return result
 

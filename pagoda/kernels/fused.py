@@ -7,6 +7,8 @@ as the reading; so one call runs all layers, and threads share the tasks of each
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -19,6 +21,7 @@ from pagoda.kernels.types import Int8Matrix, KVView, Matrix, SharedPrefix
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "input_norm", "q_norm", "k_norm", "mlp_norm")
 _MAX_HEAD_DIM = 256
+_LANES = 16  # rows of a block (csrc/types.h)
 _MAX_INPUTS = 1 << 16  # the sum of more products of codes might not fit 32 bits
 
 
@@ -47,11 +50,28 @@ class StepTensors(Protocol):
     @property
     def context_lens(self) -> torch.Tensor: ...  # noqa: D102
     @property
+    def places(self) -> torch.Tensor | None: ...  # noqa: D102
+    @property
     def block_tables(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102
     @property
     def slot_mapping(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102
     @property
     def logits_rows(self) -> torch.Tensor: ...  # noqa: D102
+
+
+class _Cut(IntEnum):
+    """Which part of a step a call runs."""
+
+    WHOLE, BEFORE, AFTER = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfStep:
+    """A step that stopped in the middle of `layer`; what is kept of it is for `FusedDecoder.finish` alone."""
+
+    layer: int
+    num_rows: int
+    lanes: torch.Tensor
 
 
 class FusedDecoder:
@@ -82,7 +102,7 @@ class FusedDecoder:
 
         self._tensors = (layers, embedding, final_norm, lm_head, cos, sin)
         self._shape = (num_kv_heads, head_dim)
-        self._vocab_size = lm_head.shape[0]
+        self._vocab_size, self._hidden_size = lm_head.shape
         self._views: tuple[KVView, ...] = ()
         self._parts: list[tuple[object, ...]] = []
         self._native = _native.Decoder(
@@ -128,9 +148,52 @@ class FusedDecoder:
         Raises:
             KernelError: values out of range, or tensors that do not fit; then nothing is written.
         """
+        return self._run(step, views, shared, _Cut.WHOLE, HalfStep(0, 0, torch.empty(0)), None)
+
+    def begin(
+        self, step: StepTensors, views: Sequence[KVView], shared: Sequence[Sequence[SharedPrefix]], layer: int
+    ) -> HalfStep:
+        """Compute a step as far as the K and V of `layer`, which are written for every row, as those of the layers below.
+
+        Arguments and errors as for `forward`; no logits are computed.
+        """
+        num_blocks = -(-step.token_ids.shape[0] // _LANES)
+        half = HalfStep(layer, step.token_ids.shape[0], torch.empty(num_blocks, self._hidden_size, _LANES))
+        self._run(step, views, shared, _Cut.BEFORE, half, None)
+        return half
+
+    def finish(
+        self,
+        step: StepTensors,
+        views: Sequence[KVView],
+        shared: Sequence[Sequence[SharedPrefix]],
+        half: HalfStep,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the rest of a step for some of its rows.
+
+        Arguments, result and errors as for `forward`, and:
+            step: describes these rows alone.
+            half: what `begin` returned.
+            rows: int64 `[num_rows]`: which of the rows of `begin` they are.
+        """
+        return self._run(step, views, shared, _Cut.AFTER, half, rows)
+
+    def _run(
+        self,
+        step: StepTensors,
+        views: Sequence[KVView],
+        shared: Sequence[Sequence[SharedPrefix]],
+        part: _Cut,
+        half: HalfStep,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
         self._see(views)
         num_rows, num_requests = step.token_ids.shape[0], step.context_lens.shape[0]
         checks.check_step(step.token_ids, step.positions, step.query_start, step.context_lens, step.logits_rows)
+        checks.check_places(step.places, num_rows)
+        if rows is not None:
+            checks.check_kept(rows, num_rows)
         prefixes = [torch.tensor(of_group, dtype=torch.int32) for of_group in shared]
         groups = []
         for table, slots, prefix in zip(step.block_tables, step.slot_mapping, prefixes, strict=True):
@@ -138,19 +201,22 @@ class FusedDecoder:
             groups.append(
                 (table.data_ptr(), table.stride(0), table.shape[1], slots.data_ptr(), prefix.data_ptr(), len(prefix))
             )
-        logits = torch.empty(step.logits_rows.shape[0], self._vocab_size)
+        num_logits = 0 if part is _Cut.BEFORE else step.logits_rows.shape[0]
+        logits = torch.empty(num_logits, self._vocab_size)
         self._native.forward(
             step.token_ids.data_ptr(),
             step.positions.data_ptr(),
             step.logits_rows.data_ptr(),
             step.query_start.data_ptr(),
             step.context_lens.data_ptr(),
+            _address(step.places),
             num_rows,
             num_requests,
-            logits.shape[0],
+            num_logits,
             groups,
             self._parts,
             logits.data_ptr(),
+            (int(part), half.layer, half.lanes.data_ptr(), half.num_rows, _address(rows)),
             torch.get_num_threads(),
         )
         return logits

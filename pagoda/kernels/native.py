@@ -175,6 +175,20 @@ def rope_write_kv(
     return q
 
 
+def turn_kv(view: KVView, sources: torch.Tensor, targets: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `dispatch.turn_kv`."""
+    _native.turn_kv(
+        _DTYPES[view.keys.dtype],
+        pool_at(view),
+        sources.data_ptr(),
+        targets.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        sources.shape[0],
+        torch.get_num_threads(),
+    )
+
+
 def paged_attention(
     q: torch.Tensor,
     view: KVView,
@@ -188,6 +202,7 @@ def paged_attention(
     need_lse: bool,
     need_mass: bool,
     shared_prefixes: Sequence[SharedPrefix],
+    places: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`. Head sizes that the vectors do not take go to the reference."""
     num_rows, num_heads, _ = q.shape
@@ -204,6 +219,7 @@ def paged_attention(
             need_lse=need_lse,
             need_mass=need_mass,
             shared_prefixes=shared_prefixes,
+            places=places,
         )
     num_requests = context_lens.shape[0]
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -233,6 +249,7 @@ def paged_attention(
         torch.get_num_threads(),
         shared.data_ptr(),
         len(shared),
+        0 if places is None else places.data_ptr(),
     )
     return AttentionOutput(out, lse, mass)
 

@@ -122,6 +122,15 @@ def rope_write_kv(
     return q.copy_(_rotate(q, row_cos, row_sin))
 
 
+def turn_kv(view: KVView, sources: torch.Tensor, targets: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `dispatch.turn_kv`."""
+    num_blocks, _, size, _ = view.keys.shape
+    _check_range("sources", sources, num_blocks * size)
+    _check_range("targets", targets, num_blocks * size)
+    keys, values = (part[sources // size, :, sources % size] for part in (view.keys, view.values))
+    write_kv(view, _rotate(keys, cos[:, None], sin[:, None]), values, targets)
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -140,6 +149,7 @@ def paged_attention(
     need_lse: bool,
     need_mass: bool,
     shared_prefixes: Sequence[SharedPrefix],
+    places: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """See `dispatch.paged_attention`."""
     num_rows, num_heads, head_dim = q.shape
@@ -147,7 +157,12 @@ def paged_attention(
     group = num_heads // num_kv_heads
     starts, lens = query_start.tolist(), context_lens.tolist()
     _check_lengths(num_rows, starts, lens, block_table.shape[1] * block_size)
-    _check_shared(shared_prefixes, starts, lens, block_table, block_size, window)
+    if places is None:
+        counts = query_start.diff()
+        rows = torch.arange(num_rows, device=q.device)
+        places = rows + (context_lens - query_start[1:]).repeat_interleave(counts)
+    _check_places(places.tolist(), starts, lens)
+    _check_shared(shared_prefixes, starts, lens, places.tolist(), block_table, block_size, window)
 
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_rows, num_heads, device=q.device) if need_lse else None
@@ -158,8 +173,9 @@ def paged_attention(
         if query_len == 0:
             continue
         # positions of the rows, and the first KV entry that any of them sees
-        last_seen = torch.arange(context_len - query_len, context_len, device=q.device)[:, None]
-        first = 0 if window is None else max(0, context_len - query_len - window + 1)
+        last_seen = places[begin:end, None]
+        first_place = int(last_seen[0])
+        first = 0 if window is None else max(0, first_place - window + 1)
         seen = torch.arange(first, context_len, device=q.device)[None, :]
         visible = seen <= last_seen
         if window is not None:
@@ -171,7 +187,7 @@ def paged_attention(
         # Where blocks are quantized when they are full, rows read their own block as it was.
         is_own = seen // block_size == last_seen // block_size
         if view.staging is not None:
-            own_keys, own_values = _gather_staged(view, block_table[request], first, context_len, query_len)
+            own_keys, own_values = _gather_staged(view, block_table[request], first, context_len, first_place)
             scores = torch.where(is_own, torch.einsum("qkgd,kjd->kgqj", queries, own_keys), scores)
         scores = scores * scale
         if softcap is not None:
@@ -232,12 +248,12 @@ def _gather(view: KVView, blocks: torch.Tensor, first: int, last: int) -> tuple[
 
 
 def _gather_staged(
-    view: KVView, blocks: torch.Tensor, first: int, last: int, query_len: int
+    view: KVView, blocks: torch.Tensor, first: int, last: int, first_place: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_gather`, in full, of the blocks that the last `query_len` tokens are in; zeros for those before."""
+    """As `_gather`, in full, of the blocks from that of entry `first_place` on; zeros for those before."""
     assert view.staging is not None, "asked only of staged blocks"
     block_size = view.keys.shape[2]
-    own_block = (last - query_len) // block_size
+    own_block = first_place // block_size
     ids = blocks[own_block : -(-last // block_size)].long()
     _check_range("block_table", ids, view.keys.shape[0])
     staged = _staged(view.staging, ids)
@@ -272,10 +288,18 @@ def _check_lengths(num_rows: int, starts: list[int], lens: list[int], capacity: 
             )
 
 
+def _check_places(places: list[int], starts: list[int], lens: list[int]) -> None:
+    for request, context_len in enumerate(lens):
+        of_request = [-1, *places[starts[request] : starts[request + 1]], context_len]
+        if any(a >= b for a, b in pairwise(of_request)):
+            raise KernelError(f"the places of request {request} must rise below its context_len {context_len}")
+
+
 def _check_shared(
     shared_prefixes: Sequence[SharedPrefix],
     starts: list[int],
     lens: list[int],
+    places: list[int],
     block_table: torch.Tensor,
     block_size: int,
     window: int | None,
@@ -291,7 +315,8 @@ def _check_shared(
             )
         free_from = first + count
         for request in range(first, free_from):
-            if lens[request] - (starts[request + 1] - starts[request]) < num_blocks * block_size:
+            first_row, end = starts[request], starts[request + 1]
+            if (places[first_row] if first_row < end else lens[request]) < num_blocks * block_size:
                 raise KernelError(f"a shared prefix reaches into the new rows of request {request}")
             if not torch.equal(block_table[request, :num_blocks], block_table[first, :num_blocks]):
                 raise KernelError(f"the table of request {request} starts with other blocks than request {first}'s")

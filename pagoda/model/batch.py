@@ -9,7 +9,8 @@
     slot_mapping   where each row's K and V are written: block_id * block_size + offset, for each layer group
     logits_rows    2  3  5                                   the rows that need logits
 
-Rows of one request are neighbours, in order of position.
+Rows of one request are neighbours, in order of position, and the last tokens of its context: unless some were left out
+(Narrowed), and `places` says which entry of its context each row is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class ForwardBatch:
         slot_mapping: per layer group, int64 `[num_rows]`.
         logits_rows: int64 `[num_logits]`.
         max_query_len: the most rows any one request has.
+        places: int32 `[num_rows]`, each row's KV entry among its request's; None: they are its last ones.
     """
 
     token_ids: torch.Tensor
@@ -43,3 +45,4 @@ class ForwardBatch:
     slot_mapping: tuple[torch.Tensor, ...]
     logits_rows: torch.Tensor
     max_query_len: int
+    places: torch.Tensor | None = None

@@ -33,7 +33,7 @@ from pagoda.kernels import (
     silu_mul,
 )
 from pagoda.model.batch import ForwardBatch
-from pagoda.model.hooks import LayerHook, LayerInputHook
+from pagoda.model.hooks import LayerHook, LayerInputHook, Narrowing
 from pagoda.model.lora import AdapterRows
 from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec
@@ -101,6 +101,7 @@ class Decoder:
         group_of_layer: Sequence[int],
         hook: LayerHook | None = None,
         adapters: AdapterRows | None = None,
+        narrowing: Narrowing | None = None,
     ) -> torch.Tensor:
         """Compute one step. Writes the K and V of every row into `kv` at the batch's slots.
 
@@ -110,6 +111,7 @@ class Decoder:
             group_of_layer: which of the batch's block tables and slot mappings each layer uses.
             hook: sees and steers each layer's attention.
             adapters: change what the layers compute for some of the rows.
+            narrowing: drops rows at a layer; not together with a hook, which counts on them.
 
         Returns:
             float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
@@ -117,7 +119,12 @@ class Decoder:
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0])
         if hook is None and adapters is None and self._can_fuse:
-            return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
+            fused = self._fused_for(tuple(group_of_layer))
+            if narrowing is None:
+                return fused.forward(batch, kv, shared)
+            half = fused.begin(batch, kv, shared, narrowing.layer)
+            left = narrowing.narrow(batch)
+            return fused.finish(left.batch, kv, self._shared_prefixes(left.batch, kv[0]), half, left.rows)
         hidden = self._embed(batch.token_ids) * self._embedding_scale
         residual = torch.zeros_like(hidden)
         input_hook = hook if isinstance(hook, LayerInputHook) else None
@@ -130,6 +137,14 @@ class Decoder:
             used = hook.before_attention(index, q, k, v, batch) if hook else batch
             slots, view = used.slot_mapping[group], kv[index]
             q = rope_write_kv(q, k, v, *self._rotations[index], used.positions, view, slots)
+            if narrowing is not None and index == narrowing.layer:
+                left = narrowing.narrow(batch)
+                if not len(left.rows):
+                    return torch.empty(0, spec.vocab_size, device=self.device)
+                used = batch = left.batch
+                q, residual = q[left.rows], residual[left.rows]
+                shared = self._shared_prefixes(batch, view)
+                adapters = adapters.select(left.rows) if adapters else None
             attention = paged_attention(
                 q,
                 view,
@@ -141,16 +156,11 @@ class Decoder:
                 softcap=spec.attention_softcap,
                 need_mass=hook is not None and hook.needs_mass,
                 shared_prefixes=shared[group] if used is batch and spec.windows[index] is None else (),
+                places=used.places,
             )
             attended = attention.out
-            narrowed = hook.after_attention(index, batch, attention) if hook else None
-            if narrowed:
-                batch = narrowed.batch
-                if not len(narrowed.rows):
-                    return torch.empty(0, spec.vocab_size, device=self.device)
-                shared = self._shared_prefixes(batch, kv[0])
-                attended, residual = attended[narrowed.rows], residual[narrowed.rows]
-                adapters = adapters.select(narrowed.rows) if adapters else None
+            if hook:
+                hook.after_attention(index, batch, attention)
             if index == spec.num_layers - 1:
                 # Nothing reads the other rows any more.
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
@@ -209,7 +219,7 @@ class Decoder:
             return [()] * len(batch.block_tables)
         block_size = view.keys.shape[2]
         return [
-            find_shared_prefixes(table, batch.query_start, batch.context_lens, block_size)
+            find_shared_prefixes(table, batch.query_start, batch.context_lens, block_size, batch.places)
             for table in batch.block_tables
         ]
 

@@ -1,13 +1,17 @@
-"""LayerHook: how sparse attention, blending and adapters look into, and steer, the decoder's loop over layers.
+"""What looks into, and steers, the decoder's loop over layers: LayerHook (sparse attention) and Narrowing (blending).
 
-before_layer ── qkv ── before_attention ── rotate, write KV ── attend ── after_attention ── project, MLP ── next layer
-     │                        │                                                 │
-     └ looks ahead            └ which KV this layer writes and reads            └ which rows go on
+before_layer ── qkv ── before_attention ── rotate, write KV ── narrow ── attend ── after_attention ── project, MLP ── next
+     │                        │                                   │             │
+     └ looks ahead            └ which KV the layer writes, reads  │             └ sees the attention
+                                                                  └ at one layer: which rows go on
+
+A hook is called at every layer, one by one. A narrowing is called once, so that the layers before and after it may still
+run in one native call each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,8 +25,7 @@ class Narrowed:
     """The rows that go on to the rest of the forward pass.
 
     `rows` (int64, increasing) index the current rows, and `batch` describes them alone: its `logits_rows` count the
-    rows that are left. Rows of one request that are no longer adjacent become requests of their own, with one row each,
-    so that every row keeps its own context length.
+    rows that are left, and its `places` say where in its context each is.
     """
 
     rows: torch.Tensor
@@ -32,31 +35,43 @@ class Narrowed:
     def to(cls, batch: ForwardBatch, keep: torch.Tensor) -> Narrowed:
         """Go on with the rows where `keep`, bool `[num_rows]`, is true: all whose logits are wanted must be among them.
 
-        Each run of adjacent rows of a request becomes a request.
+        A request that keeps no row stays, without any.
         """
         rows = keep.nonzero()[:, 0]
-        counts = batch.query_start.diff()
-        request = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)[rows]
-        is_first = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        is_first[1:] = (rows.diff() != 1) | (request.diff() != 0)
-        first = is_first.nonzero()[:, 0]
-        starts = torch.cat((first, first.new_tensor([len(rows)])))
-        ends = starts[1:]
-        of_run = request[first]
-        # the last row of a request sees all its entries, each row before it one less
-        unseen = batch.query_start[of_run + 1] - 1 - rows[ends - 1]
-        place = keep.cumsum(0) - 1
-        narrowed = ForwardBatch(
+        kept_before = torch.cat((keep.new_zeros(1, dtype=torch.int64), keep.cumsum(0)))
+        query_start = kept_before[batch.query_start]
+        places = batch.places
+        if places is None:
+            counts = batch.query_start.diff()
+            last_row_to_end = (batch.context_lens - batch.query_start[1:]).repeat_interleave(counts)
+            places = torch.arange(len(keep), dtype=torch.int32, device=keep.device) + last_row_to_end
+        narrowed = replace(
+            batch,
             token_ids=batch.token_ids[rows],
             positions=batch.positions[rows],
-            query_start=starts.int(),
-            context_lens=(batch.context_lens[of_run] - unseen).int(),
-            block_tables=tuple(table[of_run] for table in batch.block_tables),
+            query_start=query_start.int(),
             slot_mapping=tuple(slots[rows] for slots in batch.slot_mapping),
-            logits_rows=place[batch.logits_rows],
-            max_query_len=max((ends - first).tolist(), default=0),
+            logits_rows=kept_before[batch.logits_rows],
+            max_query_len=int(query_start.diff().max()),
+            places=places[rows],
         )
         return cls(rows, narrowed)
+
+
+class Narrowing(Protocol):
+    """Drops rows from a pass, once, when it can be seen at `layer` which of them are not needed."""
+
+    @property
+    def layer(self) -> int:
+        """The layer at which it is asked."""
+        ...
+
+    def narrow(self, batch: ForwardBatch) -> Narrowed:
+        """Say which rows go on: K and V of `layer` and of those below are written for all rows of `batch`.
+
+        The rows that go on are computed from this layer's attention on, and read what the pool has for the others.
+        """
+        ...
 
 
 class LayerHook(Protocol):
@@ -79,8 +94,8 @@ class LayerHook(Protocol):
         """
         ...
 
-    def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> Narrowed | None:
-        """See a layer's attention output; return the rows that go on, or None for all of them."""
+    def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
+        """See a layer's attention output."""
         ...
 
 

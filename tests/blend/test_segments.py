@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.blend.progress import BlendProgress
+from pagoda.blend.progress import BlendProgress, row_charge
 from pagoda.blend.segments import BlendSpec, Span
 from pagoda.blend.select import choose
 from pagoda.errors import InvalidRequest
@@ -43,6 +43,28 @@ def test_what_precedes_the_first_passage_is_a_chunk_of_its_own() -> None:
     assert progress.chunk(8, 64) == 2
     assert progress.chunk(10, 64) == 64
     assert progress.chunk(27, 3) == 3
+
+
+def test_rows_of_passages_take_less_of_a_step() -> None:
+    assert row_charge(0.15, 30) == pytest.approx((1 + 0.15 * 29) / 30)
+    assert row_charge(0.0, 30) == 1 / 8  # a step's rows have to fit into memory
+    assert row_charge(0.15, 1) == row_charge(1.0, 30) == 1.0
+    progress = BlendProgress(BlendSpec((Span(10, 50), Span(60, 80))), 90, 0.25)
+    assert progress.longest(12) == 48
+    assert progress.chunk(0, 12) == 10  # what precedes passages, alone
+    assert progress.chunk(10, 5) == 20
+    assert progress.chunk(45, 5) == 8  # 5 tokens at a quarter, 3 in full
+    assert progress.chunk(70, 64) >= 20
+    for position in range(95):
+        for budget in (1, 2, 5, 64):
+            count = progress.chunk(position, budget)
+            assert count >= 1
+            assert progress.charge(position, count) <= budget
+            if position >= 10:
+                assert progress.charge(position, count + 1) > budget
+    assert progress.charge(88, 1) == progress.charge(95, 1) == progress.charge(20, 1) == 1
+    plain = BlendProgress(BlendSpec((Span(10, 50),)), 90)
+    assert all(plain.chunk(position, 7) == 7 for position in range(10, 100))
 
 
 def test_what_is_noted_twice_counts_once() -> None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels import AttentionOutput, KVView, SharedPrefix, native, paged_attention, reference
+from pagoda.kernels import (
+    AttentionOutput,
+    KVView,
+    SharedPrefix,
+    find_shared_prefixes,
+    native,
+    paged_attention,
+    reference,
+)
 from tests.kernels.pools import PagedBatch, make_batch
 
 MIXED = [(37, 37), (90, 5), (1, 1), (70, 1), (130, 1), (16, 3)]
@@ -25,6 +33,7 @@ def run(
     need_lse: bool = True,
     need_mass: bool = True,
     shared: tuple[SharedPrefix, ...] = (),
+    places: torch.Tensor | None = None,
 ) -> AttentionOutput:
     result = backend.paged_attention(  # type: ignore[attr-defined]
         batch.q,
@@ -38,6 +47,7 @@ def run(
         need_lse=need_lse,
         need_mass=need_mass,
         shared_prefixes=shared,
+        places=places,
     )
     assert isinstance(result, AttentionOutput)
     return result
@@ -49,10 +59,11 @@ def check(
     window: int | None = None,
     softcap: float | None = None,
     shared: tuple[SharedPrefix, ...] = (),
+    places: torch.Tensor | None = None,
 ) -> None:
     poisoned = batch.pool.clone()
-    got = run(native, batch, window=window, softcap=softcap, shared=shared)
-    want = run(reference, batch.widened(), window=window, softcap=softcap)
+    got = run(native, batch, window=window, softcap=softcap, shared=shared, places=places)
+    want = run(reference, batch.widened(), window=window, softcap=softcap, places=places)
     assert torch.equal(batch.pool.view(torch.uint8), poisoned.view(torch.uint8)), "attention wrote to the pool"
     tolerance = TOLERANCE[batch.q.dtype]
     assert got.out.dtype == batch.q.dtype
@@ -163,6 +174,55 @@ def test_random_batches(isa: str, seed: int) -> None:
         seed=seed,
     )
     check(batch, window=window, softcap=rng.choice([None, 5.0]))
+
+
+def some_rows(batch: PagedBatch, share: float, seed: int) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+    """The batch with a share of its rows, which of them those are, and their places."""
+    keep = torch.rand(len(batch.q), generator=torch.Generator().manual_seed(seed)) < share
+    counts = batch.query_start.diff()
+    places = torch.arange(len(keep)) + (batch.context_lens - batch.query_start[1:]).repeat_interleave(counts)
+    kept_before = torch.cat((torch.zeros(1, dtype=torch.int64), keep.cumsum(0)))
+    query_start = kept_before[batch.query_start].int()
+    left = PagedBatch(batch.pool, batch.view, batch.block_table, query_start, batch.context_lens, batch.q[keep])
+    return left, keep, places[keep].int()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_see_what_they_saw_among_those_left_out(
+    isa: str, window: int | None, share: float, dtype: torch.dtype
+) -> None:
+    batch = make_batch([(300, 290), (90, 30), (25, 1), (64, 64)], dtype=dtype, window=window)
+    left, keep, places = some_rows(batch, share, seed=3)
+    check(left, window=window, places=places)
+    among = run(reference, batch.widened(), window=window)
+    alone = run(reference, left.widened(), window=window, places=places)
+    torch.testing.assert_close(alone.out, among.out[keep], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone.lse, among.lse[keep], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_left_of_requests_on_one_prefix(isa: str) -> None:
+    shared = (SharedPrefix(0, 3, 5),)
+    batch = make_batch([(200, 100), (180, 90), (120, 20)], dtype=torch.bfloat16, shared=shared)
+    left, _, places = some_rows(batch, 0.2, seed=5)
+    check(left, shared=shared, places=places)
+    found = find_shared_prefixes(batch.block_table, left.query_start, left.context_lens, 16, places)
+    assert found == shared
+    early = places.clone()
+    early[0] = 79  # sees one entry less than what is shared
+    assert find_shared_prefixes(batch.block_table, left.query_start, left.context_lens, 16, early) != shared
+    for backend in (native, reference):
+        with pytest.raises(KernelError, match="new rows of request 0"):
+            run(backend, left, shared=shared, places=early)
+
+
+@pytest.mark.parametrize("backend", [native, reference])
+@pytest.mark.parametrize("wrong", [[18, 18, 3], [19, 18, 3], [18, 20, 3], [-1, 19, 3], [18, 19, 9]])
+def test_places_out_of_order_or_context_raise(backend: object, wrong: list[int]) -> None:
+    batch = make_batch([(20, 2), (9, 1)])
+    with pytest.raises(KernelError, match="places"):
+        run(backend, batch, places=torch.tensor(wrong, dtype=torch.int32))
 
 
 def test_large_scores_do_not_overflow(isa: str) -> None:

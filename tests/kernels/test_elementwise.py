@@ -116,6 +116,47 @@ def test_write_kv(isa: str, block_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 24, 64, 128])
+@pytest.mark.parametrize("rows", [0, 1, 200])
+def test_turn_kv(isa: str, rows: int, head_dim: int, dtype: torch.dtype) -> None:
+    pools = []
+    for backend in (native, reference):
+        pool, view = make_view(60, 3, 7, head_dim, dtype)
+        slots = torch.randperm(420, generator=torch.Generator().manual_seed(2))
+        sources, targets = slots[:rows], slots[200 : 200 + rows]
+        for seed, part in enumerate((view.keys, view.values)):
+            part[sources // 7, :, sources % 7] = normal(rows, 3, head_dim, dtype=dtype, seed=seed)
+        angles = 10 * normal(rows, head_dim // 2, dtype=torch.float32, seed=5)
+        backend.turn_kv(view, sources, targets, angles.cos(), angles.sin())
+        pools.append((pool, view))
+    (pool, view), (want, _) = pools
+    assert torch.equal(pool.isnan(), want.isnan())
+    close(pool.nan_to_num(), want.nan_to_num())
+    for kept in (view.keys, view.values):
+        moved, there = (kept[at // 7, :, at % 7].float() for at in (targets, sources))
+        torch.testing.assert_close(moved.norm(dim=-1), there.norm(dim=-1), rtol=2e-2, atol=1e-3)
+
+
+def test_turn_kv_refuses(isa: str) -> None:
+    _, view = make_view(4, 1, 4, 8, torch.float32)
+    slots, turn = torch.arange(2), torch.ones(2, 4)
+    good = {"view": view, "sources": slots, "targets": slots + 8, "cos": turn, "sin": turn}
+    kernels.turn_kv(**good)
+    for wrong in (
+        {"sources": slots.int()},
+        {"targets": torch.tensor([8])},
+        {"targets": slots + 15},
+        {"sources": slots - 1},
+        {"cos": turn.double()},
+        {"sin": turn[:, :3]},
+        {"cos": torch.ones(4, 2).T},
+        {"view": KVView(view.keys, view.values.half())},
+    ):
+        with pytest.raises(KernelError):
+            kernels.turn_kv(**{**good, **wrong})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 8, 24, 64, 128])
 def test_rope_write_kv(isa: str, head_dim: int, dtype: torch.dtype) -> None:
     got, want = Rows(dtype, head_dim=head_dim), Rows(dtype, head_dim=head_dim)

@@ -9,7 +9,9 @@ import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels import KVView
+from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
+from pagoda.model.hooks import Narrowed
 from tests.model.models import build, load, save
 from tests.model.paged import PagedRun
 
@@ -128,6 +130,50 @@ def test_requests_on_one_prefix(trio):
         second.blocks, second.num_computed = [list(blocks) for blocks in first.blocks], 24
         outcomes.append(run.step([(first, 3), (second, 3)]))
     assert_as_good(*outcomes)
+
+
+class Drop:
+    """Drops rows at a layer."""
+
+    def __init__(self, layer: int, rows: list[int]) -> None:
+        self.layer, self.rows = layer, rows
+
+    def narrow(self, batch: ForwardBatch) -> Narrowed:
+        keep = torch.ones(len(batch.token_ids), dtype=torch.bool)
+        keep[self.rows] = False
+        return Narrowed.to(batch, keep)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_some_rows_stop_at_a_layer(trio, layer):
+    """What they would write above is in the pool from a first pass: the others compute what they computed then."""
+    drop = [*range(5, 60), *range(61, 70, 2), *range(80, 119)]
+    outcomes = []
+    for decoder in trio:
+        run = PagedRun(decoder)
+        one, two = run.add(tokens(80)), run.add(tokens(50, seed=2))
+        run.step([(two, 10)])
+        run.step([(one, 80), (two, 40)])
+        one.num_computed, two.num_computed = 0, 10
+        before = [torch.stack([view.keys, view.values]) for view in run.kv]
+        outcomes.append(run.step([(one, 80), (two, 40)], narrowing=Drop(layer, drop), all_logits=False))
+        one.num_computed, two.num_computed = 0, 10
+        batch = run.batch([(one, 80), (two, 40)], all_logits=False)
+        for index, (view, then) in enumerate(zip(run.kv, before, strict=True)):
+            slots = batch.slot_mapping[run.group_of_layer[index]][drop]
+            now = torch.stack([view.keys, view.values]).transpose(2, 3).flatten(1, 2)[:, slots]
+            if index > layer:
+                assert torch.equal(now, then.transpose(2, 3).flatten(1, 2)[:, slots])
+    assert_as_good(*outcomes)
+
+
+def test_all_rows_may_stop(fused):
+    run = PagedRun(fused)
+    batch = run.batch([(run.add(tokens(20)), 20)])
+    batch = dataclasses.replace(batch, logits_rows=torch.empty(0, dtype=torch.int64))
+    stopped = Drop(1, list(range(20)))
+    assert fused.forward(batch, run.kv, run.group_of_layer, narrowing=stopped).shape == (0, SIZES["vocab_size"])
+    assert [bool(view.keys.isfinite().any()) for view in run.kv] == [True, True, False]
 
 
 @pytest.mark.parametrize("field", ["token_ids", "positions", "slot_mapping", "block_tables", "logits_rows"])

@@ -9,7 +9,7 @@ import torch
 from pagoda.kernels import KVView
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
-from pagoda.model.hooks import LayerHook
+from pagoda.model.hooks import LayerHook, Narrowing
 from pagoda.model.spec import ModelSpec
 
 
@@ -90,10 +90,15 @@ class PagedRun:
         )
 
     def step(
-        self, chunks: list[tuple[Sequence, int]], hook: LayerHook | None = None, *, all_logits: bool = True
+        self,
+        chunks: list[tuple[Sequence, int]],
+        hook: LayerHook | None = None,
+        *,
+        narrowing: Narrowing | None = None,
+        all_logits: bool = True,
     ) -> torch.Tensor:
         batch = self.batch(chunks, all_logits=all_logits)
-        return self.decoder.forward(batch, self.kv, self.group_of_layer, hook)
+        return self.decoder.forward(batch, self.kv, self.group_of_layer, hook, narrowing=narrowing)
 
     def chunked(self, token_ids: list[int], sizes: list[int]) -> torch.Tensor:
         """All logits of one sequence computed in chunks of these sizes, the last repeated to the end."""

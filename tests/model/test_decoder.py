@@ -10,7 +10,6 @@ import torch
 from pagoda.kernels import AttentionOutput
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
-from pagoda.model.hooks import Narrowed
 from tests.model.models import SIZES, VARIANTS, build, load, reference_logits, save
 from tests.model.paged import PagedRun
 
@@ -116,7 +115,6 @@ class Recorder:
 
     def after_attention(self, layer, batch: ForwardBatch, output: AttentionOutput):
         self.seen.append(("after", layer, tuple(output.out.shape)))
-        return None
 
 
 def test_hook_sees_every_layer_and_changes_nothing_by_itself(llama):
@@ -128,43 +126,6 @@ def test_hook_sees_every_layer_and_changes_nothing_by_itself(llama):
     assert torch.equal(run.step([(run.add(ids), 7)], hook), expected)
     shape = (7, SIZES["num_attention_heads"], SIZES["head_dim"])
     assert hook.seen == [(when, layer, shape) for layer in range(3) for when in ("before", "after")]
-
-
-class KeepLastRow(Recorder):
-    """After layer 0, lets one row go on."""
-
-    def after_attention(self, layer, batch: ForwardBatch, output: AttentionOutput):
-        super().after_attention(layer, batch, output)
-        if layer != 0:
-            return None
-        last = torch.tensor([len(batch.token_ids) - 1])
-        return Narrowed(
-            last,
-            dataclasses.replace(
-                batch,
-                token_ids=batch.token_ids[last],
-                positions=batch.positions[last],
-                query_start=torch.tensor([0, 1], dtype=torch.int32),
-                slot_mapping=tuple(slots[last] for slots in batch.slot_mapping),
-                logits_rows=torch.tensor([0]),
-                max_query_len=1,
-            ),
-        )
-
-
-def test_hook_may_narrow_the_rows(llama):
-    """With all but the last row's deeper KV already in the pool, dropping those rows changes nothing for the last."""
-    model, decoder = llama
-    ids = tokens(12)
-    run = PagedRun(decoder)
-    sequence = run.add(ids)
-    run.step([(sequence, 12)])
-    sequence.num_computed = 0
-    hook = KeepLastRow()
-    got = run.step([(sequence, 12)], hook)
-    assert [shape[0] for _, _, shape in hook.seen] == [12, 12, 1, 1, 1, 1]
-    assert got.shape == (1, SIZES["vocab_size"])
-    assert (got[0] - reference_logits(model, ids)[-1]).abs().max() < TOLERANCE
 
 
 class SeesOnly(Recorder):

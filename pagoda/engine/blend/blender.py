@@ -1,10 +1,10 @@
 """Blender: puts the KV of passages where a step's rows need it, and has most of those rows not computed.
 
-    begin     passages found in the tree ── turned ──> the request's own blocks, layers 2 and up
-    layer 1   rows computed so far against the passage's: which ones go on            BlendHook.after_attention
+    begin     passages found in the tree, or nothing: then the step is one like any other
+    layer 1   keys and values computed against the passage's: which rows go on            BlendNarrowing.narrow
+              the others' ── turned ──> the request's own blocks, layers 2 and up
 
 The decoder computes the rest: the rows that are left read the others' KV through the block table as they read any.
-Steps without passages have no hook.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from pagoda.blend.progress import BlendProgress
 from pagoda.blend.rotate import Rotations, gather, move, turn_keys, turns
-from pagoda.blend.select import CHECK_LAYER, choose, deviations
+from pagoda.blend.select import CHECK_LAYER, Choice, choose, deviations
 from pagoda.engine.scheduler import Rows
-from pagoda.kernels import AttentionOutput, KVView
+from pagoda.kernels import KVView
 from pagoda.kv.cache import KVCache
 from pagoda.kv.radix_node import ABSENT
 from pagoda.model.batch import ForwardBatch
@@ -61,18 +61,15 @@ class Blender:
         self._groups = group_of_layer
         self._rotations = [Rotations(*tables) for tables in rotations]
 
-    def begin(self, plan: Sequence[Rows], batch: ForwardBatch) -> BlendHook | None:
-        """Copy what passages have for a step into its requests' blocks; None if that is nothing.
-
-        Mutates the pool, at the slots of the step.
-        """
+    def begin(self, plan: Sequence[Rows], batch: ForwardBatch) -> BlendNarrowing | None:
+        """What passages have for a step; None if that is nothing. Notes the hits in the cache."""
         found = []
         if len(self._views) > CHECK_LAYER:
             for rows, first_row in zip(plan, batch.query_start.tolist(), strict=False):
                 progress = rows.sample.request.blend
                 if progress is not None and rows.stop > progress.first:
                     found += self._find(progress, rows, first_row, batch)
-        return BlendHook([self._reuse(each) for each in found], self._views, self._groups) if found else None
+        return BlendNarrowing(found, self._views, self._groups, self._rotations) if found else None
 
     def _find(self, progress: BlendProgress, rows: Rows, first_row: int, batch: ForwardBatch) -> list[_Found]:
         request, size = rows.sample.request, self._cache.block_size
@@ -107,57 +104,57 @@ class Blender:
             )
         ]
 
-    def _reuse(self, found: _Found) -> _Measured:
+
+class BlendNarrowing:
+    """See Narrowing: at layer 1, rows outside passages go on, and those chosen in them; the others get the passage's KV."""
+
+    layer = CHECK_LAYER
+
+    def __init__(
+        self,
+        found: Sequence[_Found],
+        views: Sequence[KVView],
+        group_of_layer: Sequence[int],
+        rotations: Sequence[Rotations],
+    ) -> None:
+        self._found = found
+        self._views = views
+        self._groups = group_of_layer
+        self._rotations = rotations
+
+    def narrow(self, batch: ForwardBatch) -> Narrowed:
+        """See Narrowing. Mutates the pool, at the slots of the rows that stop."""
+        keep = torch.ones(len(batch.token_ids), dtype=torch.bool, device=batch.token_ids.device)
+        for each in self._found:
+            turned = self._turns(each)
+            choice = self._choose(each, turned[CHECK_LAYER])
+            each.progress.note(each.positions, choice)
+            stops = ~choice.chosen
+            keep[each.rows[stops]] = False
+            self._reuse(each, turned, stops)
+        return Narrowed.to(batch, keep)
+
+    def _turns(self, found: _Found) -> list[Rotations]:
+        """Each layer's, of all rows; layers share them as they share tables."""
         old, new = (torch.from_numpy(places).to(found.rows.device) for places in (found.relative, found.positions))
-        turn_of = {
-            id(tables.cos): turns(tables, old, new) for tables in {id(t.cos): t for t in self._rotations}.values()
-        }
-        turned = [turn_of[id(tables.cos)] for tables in self._rotations]
+        by_table = {id(tables.cos): tables for tables in self._rotations}
+        turned = {name: turns(tables, old, new) for name, tables in by_table.items()}
+        return [turned[id(tables.cos)] for tables in self._rotations]
+
+    def _choose(self, found: _Found, turn: Rotations) -> Choice:
+        view, group, spec = self._views[CHECK_LAYER], self._groups[CHECK_LAYER], found.progress.spec
+        keys, values = gather(view, found.sources[group])
+        deviation = deviations((turn_keys(keys, turn), values), gather(view, found.targets[group]))
+        return choose(deviation, spec.ratio, spec.max_deviation)
+
+    def _reuse(self, found: _Found, turned: Sequence[Rotations], stops: torch.Tensor) -> None:
+        """Copy the passages' KV of the layers that the rows where `stops` do not reach."""
+        left = {id(turn.cos): Rotations(turn.cos[stops], turn.sin[stops]) for turn in turned}
+        sources, targets = found.sources[:, stops], found.targets[:, stops]
         later = range(CHECK_LAYER + 1, len(self._views))
         move(
             [self._views[layer] for layer in later],
-            [turned[layer] for layer in later],
-            [found.sources[self._groups[layer]] for layer in later],
-            [found.targets[self._groups[layer]] for layer in later],
+            [left[id(turned[layer].cos)] for layer in later],
+            [sources[self._groups[layer]] for layer in later],
+            [targets[self._groups[layer]] for layer in later],
         )
-        keys, values = gather(self._views[CHECK_LAYER], found.sources[self._groups[CHECK_LAYER]])
-        return _Measured(found, turn_keys(keys, turned[CHECK_LAYER]), values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What was found, and what it would be at the layer where it is compared."""
-
-    found: _Found
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-class BlendHook:
-    """A LayerHook for one step: after layer 1, only rows outside passages and those chosen in them go on."""
-
-    needs_mass = False
-
-    def __init__(self, measured: Sequence[_Measured], views: Sequence[KVView], group_of_layer: Sequence[int]) -> None:
-        self._measured = measured
-        self._view = views[CHECK_LAYER]
-        self._group = group_of_layer[CHECK_LAYER]
-
-    def before_attention(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
-    ) -> ForwardBatch:
-        """See LayerHook."""
-        return batch
-
-    def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> Narrowed | None:
-        """See LayerHook."""
-        if layer != CHECK_LAYER:
-            return None
-        keep = torch.ones(len(batch.token_ids), dtype=torch.bool, device=batch.token_ids.device)
-        for each in self._measured:
-            found, spec = each.found, each.found.progress.spec
-            computed = gather(self._view, found.targets[self._group])
-            choice = choose(deviations((each.keys, each.values), computed), spec.ratio, spec.max_deviation)
-            found.progress.note(found.positions, choice)
-            keep[found.rows[~choice.chosen]] = False
-        return None if keep.all() else Narrowed.to(batch, keep)

@@ -10,7 +10,6 @@ import torch
 from pagoda.kernels import AttentionOutput, KVView
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
-from pagoda.model.hooks import Narrowed
 from pagoda.model.tokenizer import Tokenizer
 from pagoda.sparse.skew import Moments
 
@@ -76,9 +75,8 @@ class _Observed:
         """See LayerHook."""
         return batch
 
-    def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> Narrowed | None:
+    def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
         """See LayerHook."""
         slots = batch.slot_mapping[0]
         keys = self._views[layer].keys[slots // _BLOCK_SIZE, :, slots % _BLOCK_SIZE]
         self._moments.add(layer, self._queries.cpu(), keys.cpu())
-        return None
