@@ -51,7 +51,7 @@ class BlendProgress:
         self._charged = np.concatenate(([0.0], charges.cumsum()))  # of all tokens before each position
 
     def chunk(self, position: int, budget: int) -> int:
-        """How many of the next tokens go into a step that has room for `budget`, at least 1, rows: maybe more than there are.
+        """How many of the next tokens go into a step with room for `budget` rows, at least 1; maybe more than exist.
 
         What precedes the first passage is exact and for all to share: no step holds some of it and some that is not.
         """

@@ -190,7 +190,7 @@ class Scheduler:
         return sorted(rows, key=self._known_blocks)
 
     def _budget(self, plan: Mapping[Sample, int], count: int) -> int:
-        """How much of a step's budget a sample with `count` tokens to compute may use. One is decoding, more are a prompt's."""
+        """What a step's budget has left for a sample with `count` tokens to compute: 1 is decoding, more are prompt."""
         charges = {sample: sample.charge(planned) for sample, planned in plan.items()}
         left = self._config.token_budget - sum(charges.values())
         if count > 1:

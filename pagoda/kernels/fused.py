@@ -153,7 +153,7 @@ class FusedDecoder:
     def begin(
         self, step: StepTensors, views: Sequence[KVView], shared: Sequence[Sequence[SharedPrefix]], layer: int
     ) -> HalfStep:
-        """Compute a step as far as the K and V of `layer`, which are written for every row, as those of the layers below.
+        """Compute a step as far as the K and V of `layer`, which are written for every row, and of those below it.
 
         Arguments and errors as for `forward`; no logits are computed.
         """

@@ -1,11 +1,11 @@
-"""What looks into, and steers, the decoder's loop over layers: LayerHook (sparse attention) and Narrowing (blending).
+"""What looks into the decoder's loop over layers, and steers it: LayerHook (sparse attention), Narrowing (blending).
 
-before_layer ── qkv ── before_attention ── rotate, write KV ── narrow ── attend ── after_attention ── project, MLP ── next
-     │                        │                                   │             │
-     └ looks ahead            └ which KV the layer writes, reads  │             └ sees the attention
+before_layer ── qkv ── before_attention ── rotate, write KV ── narrow ── attend ── after_attention ── project, MLP
+     │                        │                                   │                      │
+     └ looks ahead            └ which KV the layer writes, reads  │                      └ sees the attention
                                                                   └ at one layer: which rows go on
 
-A hook is called at every layer, one by one. A narrowing is called once, so that the layers before and after it may still
+A hook is called at every layer. A narrowing is called once, so that the layers before it and those after it may still
 run in one native call each.
 """
 

@@ -106,7 +106,7 @@ class Blender:
 
 
 class BlendNarrowing:
-    """See Narrowing: at layer 1, rows outside passages go on, and those chosen in them; the others get the passage's KV."""
+    """See Narrowing: rows outside passages go on, and those chosen in them; the others get the passage's KV."""
 
     layer = CHECK_LAYER
 
