@@ -71,7 +71,8 @@ class BlendProgress:
         """What so many tokens from `position` on take of a step's budget."""
         end = min(position + num_tokens, self._sources.size)
         start = min(position, end)
-        return math.ceil(self._charged[end] - self._charged[start] - _ROUNDING) + num_tokens - (end - start)
+        charged = float(self._charged[end] - self._charged[start])
+        return math.ceil(charged - _ROUNDING) + num_tokens - (end - start)
 
     def note(self, positions: npt.NDArray[np.int64], choice: Choice) -> None:
         """Tokens of passages were found, and some of them chosen to be computed anew."""

@@ -14,12 +14,16 @@ from tests.model import models, tokenizers_made_here
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizers_made_here.byte_level()
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 8192, "num_hidden_layers": 3}
     folder = models.save(models.build("llama", **sizes), tmp_path_factory.mktemp("llama"))
-    path = str(tokenizers_made_here.save(tokenizer, folder))
-    return Engine(path, dtype="float32", kv_memory="16MiB", token_budget=64, progress=False)
+    return tokenizers_made_here.save(tokenizer, folder)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Engine:
+    return Engine(str(folder), dtype="float32", kv_memory="16MiB", token_budget=64, progress=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
