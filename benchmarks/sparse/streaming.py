@@ -54,8 +54,11 @@ def measure(
     for position, logits in forced.read(tokens, 1, decode=False, kv_policy=policy):
         at = min(int(np.searchsorted(bounds, position, side="right")) - 1, pieces - 1)
         if at > piece:
+            so_far = f", perplexity {np.exp(nll[bounds[piece] : bounds[at]].mean()):.3f}" if at else ""
+            tell(
+                f"streaming: {sinks} sinks, {window} kept, {position:,} of {len(tokens):,}, {blocks.max()} blocks{so_far}"
+            )
             piece = at
-            tell(f"streaming: {sinks} sinks, {window} tokens kept, token {position:,} of {len(tokens):,}")
         blocks[at] = max(blocks[at], cache.num_held_blocks)
         wanted = logits.new_tensor(tokens[position : position + len(logits)]).long()[:, None]
         nll[position : position + len(logits)] = -logits.log_softmax(-1).gather(1, wanted)[:, 0].numpy()
