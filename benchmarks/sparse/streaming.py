@@ -55,9 +55,7 @@ def measure(
         at = min(int(np.searchsorted(bounds, position, side="right")) - 1, pieces - 1)
         if at > piece:
             so_far = f", perplexity {np.exp(nll[bounds[piece] : bounds[at]].mean()):.3f}" if at else ""
-            tell(
-                f"streaming: {sinks} sinks, {window} kept, {position:,} of {len(tokens):,}, {blocks.max()} blocks{so_far}"
-            )
+            tell(f"streaming: {sinks} sinks, token {position:,} of {len(tokens):,}, {blocks.max()} blocks{so_far}")
             piece = at
         blocks[at] = max(blocks[at], cache.num_held_blocks)
         wanted = logits.new_tensor(tokens[position : position + len(logits)]).long()[:, None]

@@ -24,7 +24,7 @@ from pagoda.sparse.skew import Skew
 
 @dataclass(frozen=True, slots=True)
 class InfiniGen(Recalling):
-    """What scores within `alpha` of the best is fetched, None: whatever scores best; part of each key stays on the device.
+    """What scores best is fetched, with `alpha` only what is so near the best; a `part` of each key stays.
 
     The paper's `alpha` is 4 or 5 and its `part` 0.3. Here what was fetched stays until better comes, so that little
     crosses without a threshold, and quality is far better (docs/sparse.md).
