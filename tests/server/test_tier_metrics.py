@@ -41,7 +41,7 @@ async def test_without_tiers_nothing_is_said(live: Live) -> None:
 
 async def test_each_tier_has_its_samples(live: Live) -> None:
     live.backend.tier_reports = [
-        report("dram", BreakerState.CLOSED, Usage(1000, 500, 400, 10)),
+        report("dram", BreakerState.CLOSED, Usage(1000, 500, 400, 10, {})),
         report("s3", BreakerState.OPEN, None),
     ]
     samples = await scrape(live)
