@@ -10,6 +10,7 @@
     ├── MemoryPressure         not now: the same call may succeed later
     │   ├── OutOfBlocks        the pool cannot supply the blocks asked for
     │   ├── LeaseRefused       a promise to keep a prefix cannot be given; the message says why
+    │   │   └── PoolIsLeased   the pool has no room for it under its bound on leases; a tier may have
     │   ├── NoReplica          no replica of the cluster takes requests
     │   └── Overloaded         the request is refused for what already waits; it says when to come back
     ├── ModelError
@@ -78,6 +79,10 @@ class OutOfBlocks(MemoryPressure):
 
 class LeaseRefused(MemoryPressure):
     """A prefix cannot be promised to stay; the message says why."""
+
+
+class PoolIsLeased(LeaseRefused):
+    """The pool has no room for a lease under its bound on all of them."""
 
 
 class NoReplica(MemoryPressure):

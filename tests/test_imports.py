@@ -118,6 +118,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "books": ("ages", "block_map", "computing", "events", "lease", "lineage", "observe", "view", *LEAVES),
     "compaction": ("books", "lease", *LEAVES),
     "cache": ("books", "compaction", "computing", "directives", "lease", "lineage", *LEAVES),
+    "tier_leases": ("hierarchy", "lease", "transfer", "write_queue", *LEAVES, *TIER_PROTOCOL),
+    "leased_below": ("cache", "hierarchy", "lease", "tier_leases", "transfer", *LEAVES, *TIER_PROTOCOL),
     "tiered": (
         "cache",
         "compaction",
@@ -127,6 +129,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
         "observe",
         "fetch",
         "hierarchy",
+        "leased_below",
         "lineage",
         "prefetch",
         "restore",

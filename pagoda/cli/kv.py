@@ -43,11 +43,11 @@ def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, replica: Replica = No
         table.add_row(_name(each["tenant"]), f"{each['num_blocks']:,}", f"{each['num_leased_blocks']:,}")
     print_tables(console, table)
     if leases:
-        table = _table("lease", "tokens", "blocks", "ends in", texts=("tenant", "name"))
+        table = _table("lease", "tokens", "blocks", "ends in", texts=("held in", "tenant", "name"))
         for each in leases:
             left = "never" if each["remaining_s"] is None else f"{each['remaining_s']:,.0f} s"
             figures = each["id"], f"{each['num_tokens']:,}", f"{each['num_blocks']:,}", left
-            table.add_row(*figures, _name(each["tenant"]), escape(each["name"]))
+            table.add_row(*figures, each["held_in"], _name(each["tenant"]), escape(each["name"]))
         print_tables(console, table)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pagoda.engine.history import History
+from pagoda.errors import PoolIsLeased
 from pagoda.kv.block_map import BlockMap as BlockMap
 from pagoda.kv.block_map import BlockUse as BlockUse
 from pagoda.kv.cache import KVCache
@@ -22,7 +23,10 @@ from pagoda.kv.write_queue import Purge as Purge
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """A lease; a pin has no `ttl_s`, and never ends. A `name` says what it belongs to."""
+    """A lease; a pin has no `ttl_s`, and never ends. A `name` says what it belongs to.
+
+    `held_in` is "pool", or the name of the tier that has its blocks.
+    """
 
     id: str
     tenant: str
@@ -31,6 +35,7 @@ class LeaseInfo:
     num_blocks: int
     ttl_s: float | None
     remaining_s: float | None
+    held_in: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,8 @@ class CacheAdmin:
         return [_info(lease) for lease in self._cache.retention.leases if tenant in (None, lease.owner)]
 
     def check_room(self, tokens: Sequence[int], scope: Scope) -> None:
-        """Whether a lease on a prefix could be granted now, before it is computed for it.
+        """Whether a lease on a prefix could be granted now, before it is computed for it. What a tier says is not known
+        before it is asked.
 
         Raises:
             LeaseRefused: it would not fit the lease budget.
@@ -133,7 +139,11 @@ class CacheAdmin:
         cache, prefix = self._cache, as_tokens(tokens)
         whole = prefix[: prefix.size // cache.block_size * cache.block_size]
         missing = cache.peak_blocks(whole.size, 0) - cache.lookup(prefix, scope).num_blocks
-        cache.retention.check_room(max(0, missing), scope.namespace)
+        try:
+            cache.retention.check_room(max(0, missing), scope.namespace)
+        except PoolIsLeased:
+            if not (isinstance(cache, TieredCache) and cache.can_promise):
+                raise
 
     def pin(self, tokens: Sequence[int], scope: Scope) -> LeaseInfo:
         """Keep the cached whole blocks of a prefix until its lease is ended.
@@ -219,6 +229,5 @@ class CacheAdmin:
 
 def _info(lease: Retained) -> LeaseInfo:
     remaining = None if lease.ttl_s is None else max(0.0, lease.expires_at - time.monotonic())
-    return LeaseInfo(
-        lease.id, lease.owner, lease.name, lease.num_tokens, lease.pinned.blocks.size, lease.ttl_s, remaining
-    )
+    held_in, num_blocks = lease.held_in or "pool", lease.num_below or lease.pinned.blocks.size
+    return LeaseInfo(lease.id, lease.owner, lease.name, lease.num_tokens, num_blocks, lease.ttl_s, remaining, held_in)

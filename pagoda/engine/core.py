@@ -22,11 +22,11 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
 from pagoda.engine.history import History, Past
 from pagoda.engine.intake import Intake
+from pagoda.engine.lease_desk import LeaseDesk
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
     FinishReason,
-    LeaseOutcome,
     RequestOutput,
     RequestStats,
     StepStats,
@@ -40,7 +40,6 @@ from pagoda.engine.sparse.sparsity import Sparsity
 from pagoda.errors import (
     ConfigError,
     InvalidRequest,
-    LeaseRefused,
     ModelError,
     ModelNotFound,
 )
@@ -95,6 +94,7 @@ class EngineCore:
         self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
         self._passages = Passages(cache, self._forker.sample)
         self._requests: dict[str, Request] = {}
+        self._desk = LeaseDesk(cache)
         self._auditor: Auditor | None = None
         self._intake = Intake(cache, config, vocab_size, self._eos_ids, max_model_len)
 
@@ -132,7 +132,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests)
+        return bool(self._requests) or self._desk.is_waiting
 
     @property
     def num_running(self) -> int:
@@ -247,6 +247,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now and let go of its blocks; nothing if it is not there any more."""
+        self._desk.drop(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -273,9 +274,9 @@ class EngineCore:
         self.cache.poll()
         plan = self._scheduler.schedule()
         if not plan:
-            if self.cache.is_restoring:
+            if self.cache.is_restoring or self._desk.is_waiting:
                 self.cache.wait(_RESTORE_WAIT_S)
-            return []
+            return self._desk.pass_on([])
         self._note_admissions(plan)
         computing_since = time.perf_counter()
         logits = self._runner.execute(plan)
@@ -284,9 +285,9 @@ class EngineCore:
             self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
         for rows in plan:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
-            self._grant_leases(rows.sample.request, rows.stop)
+            self._desk.grant(rows.sample.request, rows.stop)
         news = self._chooser.choose([rows.sample for rows in plan if rows.needs_logits], logits)
-        outputs = [output for each in news if (output := self._tell(each)).deltas]
+        outputs = self._desk.pass_on([output for each in news if (output := self._tell(each)).deltas])
         audits = self._auditor.run() if self._auditor is not None else AuditCounts()
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
@@ -309,21 +310,6 @@ class EngineCore:
         for observer in self.observers:
             observer.on_step(stats)
         return outputs
-
-    def _grant_leases(self, request: Request, num_computed_tokens: int) -> None:
-        """Lease the prefixes that are computed now: later, what slid out of a window may be gone."""
-        for spec in request.leases[len(request.outcomes) :]:
-            if spec.num_tokens > num_computed_tokens:
-                return
-            prefix = request.prompt[: spec.num_tokens]
-            try:
-                kept = self.cache.retention.retain(
-                    prefix, request.scope, ttl_s=spec.ttl_s, owner=request.scope.namespace, name=spec.name
-                )
-            except LeaseRefused as error:
-                request.outcomes.append(LeaseOutcome(spec, 0, str(error)))
-            else:
-                request.outcomes.append(LeaseOutcome(spec, kept.num_tokens))
 
     def _note_admissions(self, plan: Sequence[Rows]) -> None:
         for rows in plan:

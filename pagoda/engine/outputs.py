@@ -69,11 +69,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What became of a LeaseSpec: its first `num_tokens` (whole blocks) are kept, or `refused` says why none are."""
+    """What became of a LeaseSpec: its first `num_tokens` (whole blocks) are kept, or `refused` says why none are.
+
+    `held_in` is where they are kept: "pool", or the name of a tier from which they are restored.
+    """
 
     spec: LeaseSpec
     num_tokens: int
     refused: str | None = None
+    held_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

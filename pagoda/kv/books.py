@@ -237,6 +237,9 @@ class Books:
     def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
         """Let copies of blocks in lower tiers last so long, 0 if no lease needs them any more; here there are none."""
 
+    def keep_below(self, lease: Retained, ttl_s: float) -> None:
+        """Let the tier that holds a lease keep its prefix so long; here there are no tiers, and no such leases."""
+
     def _pin(self, row: BlockIds, window: int | None, num_tokens: int) -> BlockTable:
         """A table of tree blocks, each retained but those that no token after `num_tokens` will read."""
         table = BlockTable(self.block_size, row)

@@ -23,7 +23,7 @@ from pagoda.kv.keys import OwnerTag
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.transfer import ByteRows, Lane, TierReport
-from pagoda.kv.write_queue import Delete, Purge, SetLease, Writer
+from pagoda.kv.write_queue import Delete, Hold, Purge, SetLease, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,19 @@ class Hierarchy:
         """
         for writer in self._all_writers:
             writer.put(SetLease(ids, until))
+
+    def hold(self, lane: Lane, ids: Sequence[RecordId], until: float) -> Hold:
+        """Let one tier keep records until a Unix time, behind what was queued before; what has the answer."""
+        hold = Hold(ids, until, self.arrived)
+        self._writer_of(lane).put(hold)
+        return hold
+
+    def write_to(self, lane: Lane, ids: Sequence[RecordId], payloads: ByteRows, owners: Sequence[OwnerTag]) -> None:
+        """Queue records for one tier, as many as there is room for. The payloads are kept."""
+        self._writer_of(lane).offer(ids, payloads, owners)
+
+    def _writer_of(self, lane: Lane) -> Writer:
+        return next(writer for writer in self._all_writers if writer.lane is lane)
 
     def delete(self, ids: Sequence[RecordId]) -> None:
         """Let every tier delete records, behind what was queued before. Until then `is_idle` is false."""

@@ -5,6 +5,7 @@
     expire()              let go of what ran out: O(log n) each
     postpone(retained)    end at another time
     release(retained)     let go early
+    keep_below(...)       a lease that a tier holds instead of the pool: it counts here, and takes no block
 
 A leased block is a held block: eviction, conservation and what admission counts as available need nothing new. What is
 new is the bound: leases never take more than `limit_blocks`, so requests always have the rest of the pool. A pin is a
@@ -26,13 +27,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.errors import LeaseRefused
+from pagoda.errors import LeaseRefused, PoolIsLeased
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
 from pagoda.kv.lineage import Segment
 from pagoda.kv.radix_node import TokenArray
 
 MAX_LEASES = 4096
+KEPT_LONGER = 0.25  # of its time, a lease's copies outside the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,17 @@ class Pins(Protocol):
     def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
         """Let copies of blocks that are outside the pool last so long; 0 if no lease needs them any more."""
 
+    def keep_below(self, lease: Retained, ttl_s: float) -> None:
+        """Let the tier that holds a lease keep its prefix so long; 0 if it ended."""
+
 
 @dataclass(eq=False, slots=True)
 class Retained:
     """A lease. Times are the clock's seconds; a pin has no `ttl_s` and an `expires_at` of infinity.
 
-    One with a `name` was asked for by itself: it ends at its time whether it is hit or not. Outside a lease is known by
-    its `id`; who has one cannot guess another.
+    One that a tier holds has that tier's name in `held_in`, `num_below` blocks there and none in the pool;
+    `copies_until` is how long the tier was told to keep them. One with a `name` was asked for by itself: it ends at its time whether
+    it is hit or not. Outside a lease is known by its `id`; who has one cannot guess another.
     """
 
     serial: int
@@ -89,6 +95,9 @@ class Retained:
     pinned: PinnedPrefix
     ttl_s: float | None
     expires_at: float
+    held_in: str | None = None
+    num_below: int = 0
+    copies_until: float = 0.0
     released: bool = False
     id: str = field(default_factory=lambda: f"lease-{secrets.token_urlsafe(15)}")
 
@@ -135,6 +144,7 @@ class Retention:
         self._by_anchor: dict[int, list[Retained]] = {}  # anchor -> the leases that have it
         self._expiries: list[tuple[float, int]] = []  # (not after, serial): one of each timed lease, some of gone ones
         self._usage: Counter[str] = Counter()
+        self._usage_below: Counter[str] = Counter()
         self._num_leases = np.zeros(pins.num_blocks, dtype=np.int32)  # of each block
         self._payer = np.zeros(pins.num_blocks, dtype=np.int64)  # of each block, the lease it is charged to
         self._copies_until = np.zeros(pins.num_blocks, dtype=np.float64)  # of each block, as told to the cache
@@ -213,6 +223,24 @@ class Retention:
         self._keep_copies(lease)
         return lease
 
+    def keep_below(
+        self, pinned: PinnedPrefix, scope: Scope, num_blocks: int, ttl_s: float, owner: str, name: str, held_in: str
+    ) -> Retained:
+        """Note a lease that a tier holds since the pool refused it.
+
+        Args:
+            pinned: its tokens, and no blocks.
+            num_blocks: what the tier has.
+        """
+        self.num_refused -= 1
+        expires_at = self._clock() + ttl_s
+        lease = Retained(next(self._serials), owner, name, scope, pinned, ttl_s, expires_at, held_in, num_blocks)
+        lease.copies_until = expires_at
+        heapq.heappush(self._expiries, (expires_at, lease.serial))
+        self._leases[lease.serial] = lease
+        self._usage_below[owner] += num_blocks
+        return lease
+
     def _keep_copies(self, lease: Retained) -> None:
         """See that copies outside the pool outlast a lease, by a quarter of its time: so not every hit tells anew.
 
@@ -220,10 +248,15 @@ class Retention:
         """
         if lease.ttl_s is None:
             return
+        if lease.held_in is not None:
+            if lease.copies_until < lease.expires_at:
+                lease.copies_until = lease.expires_at + lease.ttl_s * KEPT_LONGER
+                self._pins.keep_below(lease, lease.copies_until - self._clock())
+            return
         at = lease.pinned.blocks.astype(np.intp)
         short = at[self._copies_until[at] < lease.expires_at]
         if short.size:
-            until = lease.expires_at + lease.ttl_s / 4
+            until = lease.expires_at + lease.ttl_s * KEPT_LONGER
             self._copies_until[short] = until
             self._pins.keep_copies(short.astype(lease.pinned.blocks.dtype), until - self._clock())
 
@@ -234,26 +267,30 @@ class Retention:
             LeaseRefused: a bound would be exceeded.
         """
         self.expire()
-        if not self.limit_blocks:
-            raise LeaseRefused(
-                "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
-            )
-        if len(self._leases) >= MAX_LEASES:
-            raise LeaseRefused("the server keeps no more leases now")
+        self._check_owner(num_new, owner)
         mine = self._usage[owner]
-        limit = self.owner_limits.get(owner)
-        if limit is not None and mine + num_new > limit:
-            raise LeaseRefused(
-                f"{num_new} more KV blocks are needed, and {mine} of the tenant's {limit} are leased: "
-                "`lease_budget` in the file of API keys sets how many may be"
+        if not self.limit_blocks:
+            raise PoolIsLeased(
+                "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
             )
         after = self._usage + Counter({owner: num_new})
         beyond = sum(max(0, count - self.guaranteed.get(name, 0)) for name, count in after.items())
         if after.total() > self.limit_blocks or beyond > self.unguaranteed_limit_blocks:
             # No figures but the owner's: what the others hold is not its business.
-            raise LeaseRefused(
+            raise PoolIsLeased(
                 f"{num_new} more KV blocks are needed beside the {mine} that the tenant has leased, and the "
                 "server's lease budget has no room for them now; `--lease-share` sets how much of the pool it is"
+            )
+
+    def _check_owner(self, num_new: int, owner: str) -> None:
+        """Whether an owner may have so many more blocks leased, wherever they are. Raises LeaseRefused."""
+        if len(self._leases) >= MAX_LEASES:
+            raise LeaseRefused("the server keeps no more leases now")
+        mine, limit = self._usage[owner] + self._usage_below[owner], self.owner_limits.get(owner)
+        if limit is not None and mine + num_new > limit:
+            raise LeaseRefused(
+                f"{num_new} more KV blocks are needed, and {mine} of the tenant's {limit} are leased: "
+                "`lease_budget` in the file of API keys sets how many may be"
             )
 
     def _charge(self, lease: Retained, blocks: npt.NDArray[np.intp]) -> None:
@@ -278,12 +315,15 @@ class Retention:
 
     def refresh(self, blocks: BlockIds) -> None:
         """Note a hit: leases whose anchor is among its blocks start anew."""
-        now = self._clock()
         for block in blocks[self._is_anchor[blocks.astype(np.intp)]].tolist():
             for lease in self._by_anchor[block]:
                 if not lease.name:
-                    lease.prolong(now, lease.ttl_s)
-                    self._keep_copies(lease)
+                    self.prolong(lease)
+
+    def prolong(self, lease: Retained, ttl_s: float | None = None) -> None:
+        """Let a lease last at least `ttl_s` from now, None for as long as it does after a hit."""
+        lease.prolong(self._clock(), lease.ttl_s if ttl_s is None else ttl_s)
+        self._keep_copies(lease)
 
     def postpone(self, lease: Retained, ttl_s: float) -> None:
         """Let a lease end `ttl_s` seconds from now, be that later or sooner than before."""
@@ -314,6 +354,10 @@ class Retention:
             return
         lease.released = True
         del self._leases[lease.serial]
+        if lease.held_in is not None:
+            self._usage_below[lease.owner] -= lease.num_below
+            self._pins.keep_below(lease, 0.0)
+            return
         block = lease.pinned.anchor
         self._by_anchor[block].remove(lease)
         if not self._by_anchor[block]:

@@ -11,55 +11,43 @@ the lease that computes or restores it (`PendingPrefix`). A restore ends with it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.cache import BlockCopier, Hit, KVCache
+from pagoda.kv.cache import Hit
 from pagoda.kv.compaction import Move
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.fetch import Fetch
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
-from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag, Scope
+from pagoda.kv.keys import BlockKey, KeyChain, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease, TierUse
+from pagoda.kv.leased_below import BlockIO, LeasedBelow
 from pagoda.kv.lineage import Segment
 from pagoda.kv.prefetch import Prefetch, Prefetches
 from pagoda.kv.radix_node import ABSENT, TokenArray
 from pagoda.kv.restore import Restore
 from pagoda.kv.tenants import Share
 from pagoda.kv.tier_events import TierEvents
-from pagoda.kv.tiers.records import NO_LEASE, RecordId
-from pagoda.kv.transfer import ByteRows, Lane
+from pagoda.kv.tiers.records import RecordId
+from pagoda.kv.transfer import Lane
 from pagoda.kv.write_queue import Purge
 
 _IMPORTED_BLOCKS = 32
 
 
-class BlockIO(BlockCopier, Protocol):
-    """What moves blocks between a pool and buffers; a foreign engine's cache can be one."""
-
-    def export_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy a block's bytes, uint8 `[block_bytes]`, into a buffer."""
-
-    def import_block(self, block_id: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill a block from a buffer."""
-
-
-class TieredCache(KVCache):
+class TieredCache(LeasedBelow):
     """A KVCache whose full blocks also live in a Hierarchy.
 
     Args:
         layout, pool, policy, shares: see Books.
-        hierarchy: the tiers; closed with this cache.
-        keys: names of blocks outside the device, for this model and secret.
+        hierarchy, keys: see LeasedBelow. The hierarchy is closed with this cache.
         lossy: whether requests that do not say so take blocks from tiers that store them with loss.
         media: what block events call each tier, in the hierarchy's order; those called nothing are not told of.
     """
@@ -75,14 +63,10 @@ class TieredCache(KVCache):
         lossy: bool = False,
         media: Sequence[str] = (),
     ) -> None:
-        super().__init__(layout, pool, policy, shares=shares)
+        super().__init__(layout, pool, hierarchy, keys, policy, shares)
         self._lossy = lossy
         self._media = {lane: medium for lane, medium in zip(hierarchy.lanes, media, strict=False) if medium}
         self._tier_events: TierEvents | None = None
-        self.hierarchy = hierarchy
-        self._io = pool
-        self._keys = keys
-        self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
         self._restores: dict[Lease, Restore] = {}
         self._prefetches = Prefetches()
         self._came_from: dict[int, Lane] = {}  # blocks of the tree that were restored
@@ -211,6 +195,7 @@ class TieredCache(KVCache):
     def poll(self) -> None:
         """Take in what arrived. Call once a step."""
         self.hierarchy.arrived.clear()
+        self._below.poll()
         for restore in list(self._restores.values()):
             self._use(restore)
 
@@ -249,6 +234,7 @@ class TieredCache(KVCache):
         self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
         self._source = None
         lease.num_hit_tokens += num_tokens
+        self._refresh_below(lease, front)
         num_early_tokens = min(num_tokens, num_early * self.block_size)
         restore.num_restored += len(run)
         restore.num_prefetched += num_early
@@ -324,11 +310,7 @@ class TieredCache(KVCache):
             self._write(WritePolicy.THROUGH, [(b, r) for b in held if (r := self._record_of[b]) in due])
         return lease
 
-    def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
-        """See KVCache. Told to the tiers in the order in which they were written to."""
-        ids = [record for block in blocks.tolist() if (record := self._record_of.get(block)) is not None]
-        if ids:
-            self.hierarchy.lease(ids, time.time() + ttl_s if ttl_s else NO_LEASE)
+    # -- forgetting --------------------------------------------------------------------------------------------------
 
     def quarantine(self, tokens: TokenArray, scope: Scope) -> str:
         """See KVCache. The block's records go from all tiers, and the tier that it was restored from is taken out."""
@@ -352,6 +334,7 @@ class TieredCache(KVCache):
         """See Books. Of a prefix in a scope, blocks that only tiers have go too."""
         self._prefetches.clear()
         count = super().purge(where, prefix)
+        self._below.end(where, np.empty(0, dtype=np.int32) if prefix is None else prefix)
         if isinstance(where, Scope) and prefix is not None:
             size = self.block_size
             keys = self._keys.chain(self._keys.root(where), prefix[: prefix.size // size * size], size)
@@ -373,18 +356,6 @@ class TieredCache(KVCache):
         self._purges = [purge for purge in self._purges if purge.waiting]
         owners = {self._keys.owner(segment.scope.namespace) for segment in lineage} if self._purges else set()
         return {lane for purge in self._purges if purge.owner in owners for lane in list(purge.waiting)}
-
-    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """What each namespace that was seen here has in each tier, in bytes, as the tier said lately."""
-        names = [tenant.name for tenant in self.tenants.all()]
-        found: dict[str, dict[str, int]] = {name: {} for name in names}
-        for lane in self.hierarchy.lanes:
-            usage = lane.report().usage
-            owners = {} if usage is None else usage.owners
-            for name in names:
-                if num_bytes := owners.get(self._keys.owner(name)):
-                    found[name][lane.name] = num_bytes
-        return found
 
     def _on_purge(self, ids: BlockIds) -> None:
         self._delete([record for block in ids.tolist() if (record := self._record_of.get(block)) is not None])
@@ -415,17 +386,9 @@ class TieredCache(KVCache):
         named = named[: self.hierarchy.room(policy, len(named), above)]
         if not named:
             return
-        payloads: ByteRows = np.empty((len(named), self.layout.block_bytes), dtype=np.uint8)
-        for payload, (block, _) in zip(payloads, named, strict=True):
-            self._io.export_block(block, payload)
         owners = self._owners([block for block, _ in named])
-        self.hierarchy.write(policy, [record for _, record in named], payloads, owners, above)
+        self.hierarchy.write(policy, [record for _, record in named], self._export(named), owners, above)
         self._expect_in_tiers(named)
-
-    def _owners(self, blocks: Sequence[int]) -> list[OwnerTag]:
-        names = self.tenants.names_of(np.array(blocks, dtype=np.int32))
-        tags = {name: self._keys.owner(name) for name in set(names)}
-        return [tags[name] for name in names]
 
     def renew(self, fingerprint: bytes) -> None:
         """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""

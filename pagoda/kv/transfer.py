@@ -224,10 +224,11 @@ class Lane:
         results = self._call(work, threading.Event())
         return self._note(results), sum(isinstance(result, Failed) for result in results)
 
-    def set_lease(self, ids: Sequence[RecordId], until: float) -> None:
-        """Let the tier keep those of the records that it has until a Unix time."""
-        self._call(lambda tier: tier.set_lease(ids, until), threading.Event())
+    def set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:
+        """Let the tier keep those of the records that it has until a Unix time; which those are."""
+        results = self._call(lambda tier: tier.set_lease(ids, until), threading.Event())
         self.breaker.succeeded()
+        return results
 
     def delete(self, ids: Sequence[RecordId]) -> None:
         """Delete those of the records that the tier has. If some may still be there, that is a failure of the tier."""

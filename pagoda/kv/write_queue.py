@@ -2,6 +2,7 @@
 
     Write      new records                       given up when the tier failed three times: a miss, later
     SetLease   until when records are kept       the same
+    Hold       the same, and which are there     the same
     Delete     these records                     ─┐ tried until it is done: nobody may find them again
     Purge      all records of an owner           ─┘
 
@@ -21,7 +22,7 @@ from typing import Protocol
 
 from pagoda.errors import TierUnavailable
 from pagoda.kv.keys import OWNER_BYTES, OwnerTag
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, RecordId
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, Found, RecordId
 from pagoda.kv.transfer import ByteRows, Lane
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,34 @@ class SetLease:
     def do(self, lane: Lane) -> bool:
         """See Job."""
         lane.set_lease(self.ids, self.until)
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """Records to keep until a Unix time.
+
+    Attributes:
+        answered: set once it is known which are there.
+        found: for each record whether it is; None until then, and for good if the tier failed.
+    """
+
+    ids: Sequence[RecordId]
+    until: float
+    answered: threading.Event
+    found: list[bool] | None = None
+    num_lost = 0
+    must_be_done = False
+
+    @property
+    def num_bytes(self) -> int:
+        """See Job."""
+        return len(self.ids) * RECORD_ID_BYTES
+
+    def do(self, lane: Lane) -> bool:
+        """See Job."""
+        self.found = [isinstance(result, Found) for result in lane.set_lease(self.ids, self.until)]
+        self.answered.set()
         return True
 
 

@@ -42,7 +42,7 @@ def flood(core: EngineCore) -> None:
 def test_a_granted_lease_hits_after_a_flood_and_what_follows_it_does_not() -> None:
     core = core_with()
     _, leases = ask(core, PROMPT, LeaseSpec(22, 300))
-    assert leases == (LeaseOutcome(LeaseSpec(22, 300), 20),)
+    assert leases == (LeaseOutcome(LeaseSpec(22, 300), 20, held_in="pool"),)
     flood(core)
     assert ask(core, PROMPT)[0] == 20
 

@@ -45,7 +45,8 @@ class Tier(ABC):
     """One level of the hierarchy; see the module for the rules every method keeps.
 
     `is_lossy` says whether a block comes back otherwise than it was put, as its codec says it should. `ttl_s` is how
-    long whoever puts records here lets them last; None: until their room is needed.
+    long whoever puts records here lets them last; None: until their room is needed. `keeps_leases` says whether the
+    tier decides what it drops, so that what it says of leases holds.
 
     The public methods let calls in while the tier is open and count outcomes; a tier implements the hooks below them,
     one of the same name each.
@@ -53,6 +54,7 @@ class Tier(ABC):
 
     is_lossy: bool = False
     ttl_s: float | None = None
+    keeps_leases: bool = True
 
     def __init__(self, name: str) -> None:
         self.name = name

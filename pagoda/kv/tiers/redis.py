@@ -124,6 +124,8 @@ class RedisTier(Tier):
     Raises TierUnavailable if the server does not answer. `stats` adds other_format.
     """
 
+    keeps_leases = False
+
     def __init__(
         self,
         url: str,

@@ -27,6 +27,7 @@ class WrappedTier(Tier):
         self.inner = inner
         self.is_lossy = inner.is_lossy
         self.ttl_s = inner.ttl_s
+        self.keeps_leases = inner.keeps_leases
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         return self.inner.lookup(ids)
