@@ -84,8 +84,8 @@ class Retained:
     """A lease. Times are the clock's seconds; a pin has no `ttl_s` and an `expires_at` of infinity.
 
     One that a tier holds has that tier's name in `held_in`, `num_below` blocks there and none in the pool;
-    `copies_until` is how long the tier was told to keep them. One with a `name` was asked for by itself: it ends at its time whether
-    it is hit or not. Outside a lease is known by its `id`; who has one cannot guess another.
+    `copies_until` is how long the tier was told to keep them. One with a `name` was asked for by itself: it ends at its
+    time whether it is hit or not. Outside a lease is known by its `id`; who has one cannot guess another.
     """
 
     serial: int
