@@ -32,6 +32,7 @@ from pagoda.engine.outputs import (
     StepStats,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
+from pagoda.engine.pressure.compress import Compressor
 from pagoda.engine.pressure.control import PressureControl
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
@@ -49,7 +50,6 @@ from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import as_tokens
 from pagoda.model.lora import Adapter
 from pagoda.model.tokenizer import Tokenizer
-from pagoda.sparse.report import total
 
 _RESTORE_WAIT_S = 0.002
 
@@ -106,6 +106,7 @@ class EngineCore:
     @sparsity.setter
     def sparsity(self, sparsity: Sparsity) -> None:
         self._intake.sparsity = sparsity
+        self.pressure.compressor = Compressor(self._scheduler, sparsity)
 
     def audit(self, share: float, pool: BlockReader) -> None:
         """Compare this share of the blocks that hits are made of with what computing them gives; see Auditor."""
@@ -272,6 +273,7 @@ class EngineCore:
         before = scheduler.num_preempted, cache.stats.num_evicted_blocks, scheduler.num_resumed_tokens
         returned = cache.stats.num_returned_blocks
         self.cache.poll()
+        self.pressure.compress()
         plan = self._scheduler.schedule()
         if not plan:
             if self.cache.is_restoring or self._desk.is_waiting:
@@ -363,8 +365,7 @@ class EngineCore:
                 observer.on_finished(stats)
             if self._auditor is not None:
                 self._auditor.consider(request)
-        sparse = total([each.sparse.report for each in request.samples if each.sparse is not None])
-        outcomes = tuple(request.outcomes)
+        outcomes, sparse = tuple(request.outcomes), request.sparse_report
         return RequestOutput(request.request_id, tuple(deltas), request.usage, finished, outcomes, sparse=sparse)
 
     def renew(self, fingerprint: bytes) -> None:

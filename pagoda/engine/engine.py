@@ -25,7 +25,7 @@ from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.runner import ModelRunner, layout_for
 from pagoda.engine.sparse.recall_memory import recall_memory
-from pagoda.engine.sparse.sparsity import Sparsity
+from pagoda.engine.sparse.sparsity import Sparsity, yielding_of
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
@@ -46,7 +46,7 @@ from pagoda.kv.tiers.coded import CodedTier
 from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
 from pagoda.sparse.base import SparsePolicy
-from pagoda.sparse.spec import Full, parse_kv_policy
+from pagoda.sparse.spec import Full, UnderPressure, parse_kv_policy
 from pagoda.sparse.store import SparseMemory
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class Engine:
         frequencies = [rope.frequencies(loaded.spec.head_dim) for rope in loaded.spec.ropes]
         recall = recall_memory(self._runner, loaded, layout, host_memory)
         memory = SparseMemory(layout, self._runner.kv, frequencies, loaded.spec.max_context, recall)
-        self.core.sparsity = Sparsity(cache, memory, token_budget, default, self.core.pressure.fit_share)
+        fit_share, yielding = self.core.pressure.fit_share, yielding_of(tenants)
+        self.core.sparsity = Sparsity(cache, memory, token_budget, default, fit_share, yielding)
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:
             self.core.audit(audit, pool)
@@ -406,7 +407,7 @@ class Engine:
         return self.generate(prompts, params, scope=scope, adapter=adapter)
 
 
-def default_policy(given: str | Mapping[str, Any] | None) -> SparsePolicy | None:
+def default_policy(given: str | Mapping[str, Any] | None) -> SparsePolicy | UnderPressure | None:
     """The kv_policy of requests that name none; raises ConfigError."""
     try:
         policy = None if given is None else parse_kv_policy(given)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from pagoda.blend.progress import BlendProgress
 from pagoda.engine.beam import BeamState
-from pagoda.engine.outputs import Completion, FinishReason, LeaseOutcome, TokenLogprob, Usage
+from pagoda.engine.outputs import Completion, FinishReason, LeaseOutcome, SparseReport, TokenLogprob, Usage
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.text import OutputText
 from pagoda.kv.keys import Scope
@@ -27,6 +27,7 @@ from pagoda.kv.radix_node import TokenArray
 from pagoda.model.lora import Adapter
 from pagoda.model.sampler import SamplerState
 from pagoda.sparse.base import SparseSequence
+from pagoda.sparse.report import total
 
 _arrivals = itertools.count()
 
@@ -149,6 +150,7 @@ class Request:
         adapter: changes the model for it, from the scope's `adapter_from` on.
         sparse: what its kv_policy does to its first sample, before the others fork from it; None: its KV stays whole.
         peak_blocks: the most blocks that a sample then holds at once.
+        is_pressed: pressure had its KV compressed, or compressed to less.
         first_lease: with which it first ran: what that found and got is its hit.
         explanation: why not more were found.
         is_announced: observers were told of it.
@@ -170,6 +172,7 @@ class Request:
     num_forks: int = 0
     sparse: SparseSequence | None = None
     peak_blocks: int = 0
+    is_pressed: bool = False
     first_lease: Lease | None = None
     explanation: Explanation | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
@@ -184,6 +187,12 @@ class Request:
     def is_finished(self) -> bool:
         """Whether every sample ended."""
         return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def sparse_report(self) -> SparseReport | None:
+        """What its kv_policy did so far, if it has one by now."""
+        report = total([each.sparse.report for each in self.samples if each.sparse is not None])
+        return replace(report, under_pressure=True) if report is not None and self.is_pressed else report
 
     @property
     def search(self) -> BeamState:

@@ -366,4 +366,8 @@ class Scheduler:
     def _growth(self, sample: Sample) -> int:
         """Blocks that a running sample is expected to need beside those it has."""
         held = sum(table.held.size for table in sample.running_lease.tables)
-        return max(0, self._peak(sample, self._left(sample)) - held)
+        growth = max(0, self._peak(sample, self._left(sample)) - held)
+        if sample.sparse is not None and sample.num_uncomputed <= 1:  # what it holds at most was its prompt
+            num_blocks = self._left(sample) // self._cache.block_size + 2
+            growth = min(growth, len(self._cache.layout.groups) * num_blocks)
+        return growth

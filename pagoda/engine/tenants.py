@@ -32,6 +32,8 @@ class TenantSpec:
         share: of the KV pool.
         service_class: its place in the queue.
         lease_bytes: most KV bytes that its leases and pins may hold; None leaves the engine's bound alone.
+        compress_under_pressure: the kv_policy that its requests allow under pressure where they name none, such as
+            `streaming:1024`; None: they allow none.
 
     Raises:
         ConfigError: a negative budget.
@@ -40,6 +42,7 @@ class TenantSpec:
     share: Share = field(default_factory=Share)
     service_class: ServiceClass = ServiceClass.STANDARD
     lease_bytes: int | None = None
+    compress_under_pressure: str | None = None
 
     def __post_init__(self) -> None:
         if self.lease_bytes is not None and self.lease_bytes < 0:
@@ -47,13 +50,15 @@ class TenantSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, object]) -> TenantSpec:
-        """Read `guaranteed` and `weight` (numbers), `class` and `lease_budget` (bytes, or such as "2GiB").
+        """Read `guaranteed`, `weight` (numbers), `class`, `lease_budget` (bytes, or such as "2GiB") and
+        `compress_under_pressure` (such as "streaming:1024"; the engine checks it).
 
         Raises:
             ConfigError: an unknown name, or a value that is none of these.
         """
-        if unknown := table.keys() - {"guaranteed", "weight", "class", "lease_budget"}:
-            raise ConfigError(f"{sorted(unknown)[0]} is not known; there are guaranteed, weight, class, lease_budget")
+        known = "guaranteed", "weight", "class", "lease_budget", "compress_under_pressure"
+        if unknown := table.keys() - set(known):
+            raise ConfigError(f"{sorted(unknown)[0]} is not known; there are {', '.join(known)}")
         numbers = {}
         for name in ("guaranteed", "weight"):
             value = table.get(name, getattr(Share(), name))
@@ -66,4 +71,8 @@ class TenantSpec:
         budget = table.get("lease_budget")
         if budget is not None and (not isinstance(budget, int | str) or isinstance(budget, bool)):
             raise ConfigError(f"lease_budget must be bytes, or such as '2GiB', got {budget!r}")
-        return cls(Share(**numbers), ServiceClass(str(named)), None if budget is None else parse_size(budget))
+        policy = table.get("compress_under_pressure")
+        if policy is not None and not isinstance(policy, str):
+            raise ConfigError(f"compress_under_pressure must be such as 'streaming:1024', got {policy!r}")
+        lease_bytes = None if budget is None else parse_size(budget)
+        return cls(Share(**numbers), ServiceClass(str(named)), lease_bytes, policy)

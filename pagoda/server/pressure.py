@@ -117,6 +117,9 @@ class PressureMetrics(Collector):
             refused.add_metric([reason], report.refused.get(reason, 0))
         refused.add_metric([BODIES_FULL], self._bodies.num_refused)
         yield from (changes, seconds, signals, refused)
+        yield CounterMetricFamily(
+            "pagoda_pressure_compressed_contexts", "Running contexts made smaller on level 3", report.num_compressed
+        )
         yield GaugeMetricFamily("pagoda_resident_memory_bytes", "Resident memory of the process", report.rss_bytes)
         if report.memory_limit is not None:
             yield GaugeMetricFamily("pagoda_memory_limit_bytes", "Most it may have", report.memory_limit)
@@ -129,6 +132,7 @@ def pressure_overview(report: PressureReport) -> dict[str, Any]:
         "name": report.level.name.lower(),
         "signals": {name: round(value, 3) for name, value in asdict(report.signals).items()},
         "refused": {str(reason): count for reason, count in report.refused.items()},
+        "compressed": report.num_compressed,
         "resident_bytes": report.rss_bytes,
         "memory_limit_bytes": report.memory_limit,
     }

@@ -21,6 +21,7 @@ class SparseReport:
         host_bytes: bytes of host memory that hold what may be recalled.
         sketch_bytes: bytes on the device, outside the pool, that tell what of it matters.
         fetched_bytes: bytes that came from host memory.
+        under_pressure: whether the server's want of room had the request compressed, as it was allowed to.
     """
 
     policy: str
@@ -33,6 +34,7 @@ class SparseReport:
     host_bytes: int = 0
     sketch_bytes: int = 0
     fetched_bytes: int = 0
+    under_pressure: bool = False
 
 
 def total(reports: Sequence[SparseReport]) -> SparseReport | None:
@@ -41,6 +43,6 @@ def total(reports: Sequence[SparseReport]) -> SparseReport | None:
         return reports[0] if reports else None
     fields = [asdict(each) for each in reports]
     policy = fields[0].pop("policy")
-    most = ("num_kept_tokens", "num_dropped_tokens")
+    most = ("num_kept_tokens", "num_dropped_tokens", "under_pressure")
     merged = {name: (max if name in most else sum)(each[name] for each in fields) for name in fields[0]}
     return SparseReport(policy, **merged)

@@ -30,11 +30,32 @@ class Full:
     name: str = "none"
 
 
-KVPolicy = SparsePolicy | Full
+@dataclass(frozen=True, slots=True)
+class UnderPressure:
+    """Not sparse while the server has room; on level 3 of its pressure ladder, this policy's from then on.
+
+    Raises:
+        InvalidRequest: the policy chooses by what it has seen since the start, so it cannot begin later.
+    """
+
+    policy: SparsePolicy
+
+    def __post_init__(self) -> None:
+        if not begins_late(self.policy):
+            message = f"under_pressure goes with streaming, which goes by positions alone; not with {self.policy.name}"
+            raise InvalidRequest(message, param="kv_policy")
+
+
+def begins_late(policy: SparsePolicy) -> bool:
+    """Whether a policy can begin in the midst of a request: it chooses by positions, whatever was attended to."""
+    return isinstance(policy, Streaming)
+
+
+KVPolicy = SparsePolicy | UnderPressure | Full
 
 
 def parse_kv_policy(given: str | Mapping[str, Any]) -> KVPolicy:
-    """The policy that a request or an option names; `none` is full KV.
+    """The policy that a request or an option names; `none` is full KV. With `under_pressure`, an UnderPressure.
 
     Raises:
         InvalidRequest: there is no such policy, or a setting is unknown, of the wrong type or out of range.
@@ -53,7 +74,13 @@ def parse_kv_policy(given: str | Mapping[str, Any]) -> KVPolicy:
         except ConfigError as error:
             message = f"budget is a number of tokens, a size such as 64MiB, or fit: {error}"
             raise InvalidRequest(message, param="kv_policy") from None
-    return POLICIES[name].from_fields(fields)
+    waits = fields.pop("under_pressure", False)
+    if isinstance(given, str) and waits in ("true", "false"):
+        waits = waits == "true"
+    if not isinstance(waits, bool):
+        raise InvalidRequest(f"under_pressure is true or false, got {str(waits)[:64]!r}", param="kv_policy")
+    policy = POLICIES[name].from_fields(fields)
+    return UnderPressure(policy) if waits else policy
 
 
 def _fields_of(text: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The clients of the soak test: honest ones of several tenants, some who leave, some who send nonsense.
 
 honest     asks for what is known, streamed or whole; compares; comes back when told to
+thrifty    the same, but its tenant allows contexts to be compressed: then its answer is another, as long
 leaver     goes away while it waits, or after the first words
 vandal     what it sends is wrong, and must be refused as such, or for pressure, and never with a 500
 """
@@ -39,8 +40,10 @@ class Tally:
     tokens: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # by code
     left: int = 0
+    compressed: int = 0
     nonsense: Counter[int] = field(default_factory=Counter)  # by status
     ttft_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ttft_work_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # processor time
     faults: list[str] = field(default_factory=list)
 
 
@@ -82,7 +85,7 @@ class Crowd:
         """Ask, compare, and note how long it took."""
         case = self._random.choice(self._cases)
         streams = self._random.random() < 0.6
-        body, started = case.body | {"stream": streams}, time.monotonic()
+        body, started = case.body | {"stream": streams}, (time.monotonic(), time.process_time())
         async with self._http.stream("POST", PATH, json=body, headers=_as(key)) as answer:
             if answer.status_code != 200:
                 return await self._come_back(key, json.loads(await answer.aread()), answer)
@@ -95,7 +98,7 @@ class Crowd:
         self.tally.answered[key] += 1
         self.tally.tokens[key] += case.num_tokens
 
-    async def _read(self, answer: httpx.Response, key: str, started: float) -> tuple[str, Any]:
+    async def _read(self, answer: httpx.Response, key: str, started: tuple[float, float]) -> tuple[str, Any]:
         text = ""
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
@@ -103,9 +106,25 @@ class Crowd:
                 if "error" in chunk:
                     return text, chunk["error"]
                 if not text:
-                    self.tally.ttft_s[key].append(time.monotonic() - started)
+                    self.tally.ttft_s[key].append(time.monotonic() - started[0])
+                    self.tally.ttft_work_s[key].append(time.process_time() - started[1])
                 text += chunk["choices"][0]["text"]
         return text, None
+
+    async def thrifty(self, key: str) -> None:
+        """Ask, and compare unless the answer says that its context was compressed."""
+        case = self._random.choice(self._cases)
+        answer = await self._http.post(PATH, json=case.body, headers=_as(key))
+        if answer.status_code != 200:
+            return await self._come_back(key, answer.json(), answer)
+        told = answer.json()
+        text, num_tokens = told["choices"][0]["text"], told["usage"]["completion_tokens"]
+        is_compressed = told.get("pagoda", {}).get("kv_policy", {}).get("under_pressure", False)
+        if num_tokens != case.num_tokens or (text != case.text and not is_compressed):
+            self.tally.faults.append(f"{key}: {text!r} is not {case.text!r}, and it was not compressed")
+        self.tally.compressed += is_compressed
+        self.tally.answered[key] += 1
+        self.tally.tokens[key] += num_tokens
 
     async def _come_back(self, key: str, body: Any, answer: httpx.Response) -> None:
         if answer.status_code != 429 or "retry-after" not in answer.headers:

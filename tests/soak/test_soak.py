@@ -6,6 +6,7 @@ Half a minute in the normal run; `PAGODA_SOAK_S=300` makes it longer. With `-s` 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -32,7 +33,10 @@ from .crowd import Case, Crowd, Tally
 
 SECONDS = float(os.environ.get("PAGODA_SOAK_S", "30"))
 AT_ONCE = 12
-GOLD_WAIT_S = 12.0  # on a busy machine; alone it is below two
+GOLD_WORK_S = 6.0  # most that server and crowd compute while a gold request waits, however busy the machine is
+DUE, TOLERANCE = 2.0, 0.2  # tokens of tenant two for each of tenant one; how far that may be off, in logarithms
+LENGTHS = (8, 24, 48)  # tokens of answers
+SPREAD = sum(n * n for n in LENGTHS) * len(LENGTHS) / sum(LENGTHS) ** 2  # 1 + (deviation / mean) ** 2
 DRAIN_S = 90.0
 RSS_GROWTH = 96 << 20
 LEASED = [5 + (7 * i) % 200 for i in range(64)]
@@ -42,6 +46,7 @@ TENANTS = {
     "two": TenantSpec(Share(weight=2.0)),
     "one": TenantSpec(Share(weight=1.0)),
     "bulk": TenantSpec(service_class=ServiceClass.BATCH),
+    "thrifty": TenantSpec(compress_under_pressure="streaming:budget=24,interval=8"),
 }
 PRESSURE = PressureConfig(
     longest_share=0.5,
@@ -70,7 +75,7 @@ def make_cases(folder: Path) -> list[Case]:
         prompt = families[index % 6][: rng.choice([16, 33, 48])] + [
             rng.randrange(5, 300) for _ in range(rng.choice([1, 9, 40]))
         ]
-        count = rng.choice([8, 24, 48])
+        count = rng.choice(LENGTHS)
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         engine.core.cache.clear()
         [alone] = engine.generate([prompt], params)
@@ -147,7 +152,8 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         "max_body_bytes": 200_000,
         "drain_s": 5,
     }
-    limits = httpx.Limits(max_connections=None)
+    # A server closes connections that were idle for five seconds: one that closes as a request is sent is no fault.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with (
         run_server(AsyncEngine(engine), **options) as live,
         httpx.AsyncClient(base_url=live.url, timeout=DRAIN_S, limits=limits) as http,
@@ -159,6 +165,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         crowd.add(26, crowd.honest, "two")
         crowd.add(26, crowd.honest, "one")
         crowd.add(14, crowd.honest, "bulk")
+        crowd.add(6, crowd.thrifty, "thrifty", pause_s=0.2)
         crowd.add(8, crowd.leaver, "one", pause_s=0.1)
         crowd.add(4, crowd.leaver, "gold", pause_s=0.5)
         crowd.add(3, crowd.vandal, "bulk", pause_s=0.2)
@@ -175,6 +182,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         _check_tally(crowd.tally)
         assert report.entered[Level.HOLD] >= 1
         assert sum(report.refused.values()) > 0
+        assert report.num_compressed >= crowd.tally.compressed > 0
         await live.backend.manage(lambda admin: admin._cache.check())
         stats = live.backend.stats()
         assert stats.num_held_blocks == stats.num_leased_blocks == 4
@@ -190,9 +198,12 @@ def _check_tally(tally: Tally) -> None:
     assert tally.left > 10
     assert tally.nonsense.total() > 10
     assert min(tally.answered[name] for name in ("gold", "two", "one")) >= 5
-    assert max(tally.ttft_s["gold"]) < GOLD_WAIT_S
-    # Twice as much is due; what some dozen answers add up to is a rough measure of it (test_relief.py has a finer one).
-    assert 1.15 < tally.tokens["two"] / tally.tokens["one"] < 3.5
+    assert max(tally.ttft_work_s["gold"]) < GOLD_WORK_S
+    # The sums are of so many answers each, whose lengths spread: what chance alone does to their ratio gets smaller
+    # with more of them (test_relief.py has the exact rule).
+    spread = math.sqrt(SPREAD * (1 / tally.answered["two"] + 1 / tally.answered["one"]))
+    ratio = tally.tokens["two"] / tally.tokens["one"]
+    assert abs(math.log(ratio / DUE)) < TOLERANCE + 2.5 * spread, f"{ratio:.2f} for {DUE}"
     if SECONDS >= 150:  # batch is promoted after half a minute a class
         assert tally.answered["bulk"] > 0
 
@@ -203,11 +214,13 @@ def _print(tally: Tally, readings: list[tuple[float, int, int, float]], report: 
         print(
             f"\n{name:5} {tally.answered[name]:6} answers {tally.tokens[name]:7} tokens, first token "
             "after "
-            f"{waits[len(waits) // 2]:.2f} s, 99% {waits[int(0.99 * (len(waits) - 1))]:.2f}, at most {waits[-1]:.2f}",
+            f"{waits[len(waits) // 2]:.2f} s, 99% {waits[int(0.99 * (len(waits) - 1))]:.2f}, at most {waits[-1]:.2f}; "
+            f"computed meanwhile at most {max(tally.ttft_work_s[name], default=0.0):.2f} s",
             end="",
         )
     seconds = {int(level): round(each, 1) for level, each in report.seconds.items()}
     print(f"\nrefused {dict(tally.refused)}, left {tally.left}, nonsense {dict(tally.nonsense)}")
+    print(f"{report.num_compressed} contexts compressed, {tally.compressed} of them to their end")
     print(f"seconds by level {seconds}, held {sum(held for *_, held in readings) / len(readings):.0%} on average")
     scheduler, stats = engine.core._scheduler, engine.core.cache.stats
     print(

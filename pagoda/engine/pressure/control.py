@@ -2,7 +2,8 @@
 
     cache, scheduler, process ── signals ──> Ladder ── level ──┬──> Scheduler.relief     1, 4, 5
                                                                ├──> KVCache.keep_free    2
-                                                               ├──> Sparsity.fit_share   3
+                                                               ├──> Sparsity.fit_share   3: of requests that come
+                                                               ├──> Compressor           3: of those that run
                                                                ├──> Gate                 4: who may queue
                                                                └──> listeners            5: scale out; and whoever asks
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 from pagoda.engine import process_memory
 from pagoda.engine.pressure.admission import Ask, Gate, Line
+from pagoda.engine.pressure.compress import Compressor
 from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.pressure.ladder import Ladder, Level, LevelChange, Rate, Signals
 from pagoda.engine.pressure.report import PressureReport
@@ -40,6 +42,7 @@ class PressureControl:
 
     Attributes:
         listeners: told of every change of the level; they must be quick and never raise.
+        compressor: shrinks running contexts, where the engine can.
         report: of the last look.
     """
 
@@ -52,6 +55,7 @@ class PressureControl:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.listeners: list[Callable[[LevelChange], object]] = []
+        self.compressor: Compressor | None = None
         self._config = config
         self._cache = cache
         self._scheduler = scheduler
@@ -73,6 +77,11 @@ class PressureControl:
     def fit_share(self) -> float:
         """Of the tokens that a `kv_policy` of budget `fit` may keep, how many one that comes now may."""
         return self._config.longest_share if self._ladder.level >= Level.COMPRESS else 1.0
+
+    def compress(self) -> None:
+        """Shrink a running context that allows it, if the level asks for that. Call it once a step."""
+        if self.compressor is not None and self._ladder.level >= Level.COMPRESS:
+            self.compressor.shrink_longest()
 
     def admit(self, request: Request) -> None:
         """Whether a request may join the queue.
@@ -176,4 +185,5 @@ class PressureControl:
             dict(self._gate.num_refused),
             rss_bytes,
             self._memory_limit,
+            0 if self.compressor is None else self.compressor.num_compressed,
         )

@@ -17,6 +17,7 @@ class PressureReport:
         entered, seconds: how often each level was gone to, and how long each lasted, since the start.
         refused: requests, by why.
         rss_bytes: resident memory of the process; the limit is None without one.
+        num_compressed: running contexts that were made smaller, since the start.
     """
 
     level: Level = Level.CALM
@@ -26,3 +27,4 @@ class PressureReport:
     refused: Mapping[Refusal, int] = field(default_factory=dict)
     rss_bytes: int = 0
     memory_limit: int | None = None
+    num_compressed: int = 0

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagoda.engine.request import Sample
+from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, OutOfBlocks
 from pagoda.kv.cache import KVCache
 from pagoda.kv.sizes import parse_size
 from pagoda.sparse.base import Demand, SparsePolicy, SparseSequence
 from pagoda.sparse.dropping import Dropping
 from pagoda.sparse.sequence import DroppingSequence
-from pagoda.sparse.spec import FIT, Full, KVPolicy
+from pagoda.sparse.spec import FIT, Full, KVPolicy, UnderPressure, parse_kv_policy
 from pagoda.sparse.store import SparseMemory
 
 _FIT_PARTS = 17, 8  # a budget, an eighth of it between compressions, and a copy: 17 eighths
@@ -28,25 +29,28 @@ class Sparsity:
         step_tokens: most tokens computed in one step.
         default: the policy of requests that name none; None: full KV.
         fit_share: of all that fits, how much a request of budget `fit` may keep now.
+        yielding: what requests of a tenant allow under pressure where they name no policy.
 
     Raises:
-        ConfigError: the default is not for this model and its memory.
+        ConfigError: the default, or what a tenant allows, is not for this model and its memory.
     """
 
     cache: KVCache
     memory: SparseMemory
     step_tokens: int
-    default: SparsePolicy | None = None
+    default: SparsePolicy | UnderPressure | None = None
     fit_share: Callable[[], float] = lambda: 1.0
+    yielding: Mapping[str, UnderPressure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
-            self.policy_for(self.default)
+            for policy in (self.default, *self.yielding.values()):
+                self.policy_for(policy)
         except InvalidRequest as error:
             raise ConfigError(str(error)) from None
 
     def policy_for(self, wish: KVPolicy | None, *, whole: str | None = None) -> SparsePolicy | None:
-        """The policy of a request, its budget in tokens; None: full KV.
+        """The policy that a request begins with, its budget in tokens; None: full KV.
 
         Args:
             whole: what a request with a policy cannot be, and this one is: then the default is not for it.
@@ -56,8 +60,8 @@ class Sparsity:
         """
         if isinstance(wish, Full) or (wish is None and (whole or self.default is None)):
             return None
-        policy = wish if wish is not None else self.default
-        assert policy is not None, "one of the two is there"
+        chosen = wish if wish is not None else self.default
+        assert chosen is not None, "one of the two is there"
         if whole is not None:
             raise InvalidRequest(f"a request with a kv_policy {whole}", param="kv_policy")
         if any(view.is_quantized for view in self.memory.views):
@@ -65,6 +69,29 @@ class Sparsity:
         if not self.memory.full_layers:
             message = "every layer of this model has a sliding window: its KV is bounded without a kv_policy"
             raise InvalidRequest(message, param="kv_policy")
+        if isinstance(chosen, UnderPressure):
+            self._in_tokens(chosen.policy)
+            return None
+        return self._in_tokens(chosen)
+
+    def yielded(self, wish: KVPolicy | None, namespace: str) -> SparsePolicy | None:
+        """What a running request without forks allows itself to be compressed to now; None: nothing more.
+
+        That is the policy that it, its tenant or the engine's default names for under pressure, or the smaller budget
+        that `fit` is by now.
+        """
+        default = self.default
+        if default is None or isinstance(default, UnderPressure):
+            default = self.yielding.get(namespace, default)
+        chosen = wish if wish is not None else default
+        if isinstance(chosen, UnderPressure):
+            return self._in_tokens(chosen.policy)
+        if chosen is None or isinstance(chosen, Full) or chosen.budget != FIT:
+            return None
+        return self._in_tokens(chosen)
+
+    def _in_tokens(self, policy: SparsePolicy) -> SparsePolicy:
+        """A policy with its budget in tokens."""
         if isinstance(policy.budget, int):
             return policy
         tokens, share = self._tokens(policy.budget), self.fit_share()
@@ -177,3 +204,19 @@ class Sparsity:
             return left
         longest = policy.demand(num_prompt, num_prompt + max_model_len, exact=False).positions
         return max(1, max_model_len - max(0, longest - self.memory.max_positions))
+
+
+def yielding_of(tenants: Mapping[str, TenantSpec]) -> dict[str, UnderPressure]:
+    """What requests of tenants allow under pressure where they name no policy; raises ConfigError."""
+    found = {}
+    for name, spec in tenants.items():
+        if spec.compress_under_pressure is None:
+            continue
+        try:
+            policy = parse_kv_policy(spec.compress_under_pressure)
+            if isinstance(policy, UnderPressure | Full):
+                raise ConfigError(f"tenant {name!r}: compress_under_pressure names a policy, such as streaming:1024")
+            found[name] = UnderPressure(policy)
+        except InvalidRequest as error:
+            raise ConfigError(f"tenant {name!r}: {error}") from None
+    return found
