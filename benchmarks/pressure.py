@@ -4,8 +4,9 @@ First a closed loop finds how many requests a second the engine completes; then 
 random, several times as many, at an engine without the ladder and at one with it: the same requests at the same times.
 Prompts share long prefixes, of which the pool cannot keep all. A refused request is lost.
 
-Goodput counts the output of requests whose first token came within what their class should wait at most. With
-`--policies`, the ladder's engine runs once more for each queue policy named: what grouping requests by prefix brings.
+Goodput counts the output of requests whose first token came within what their class should wait at most. The engine
+with the ladder runs once more with the two lower classes allowing that their contexts be compressed (`--compress`, level
+3), and once for each queue policy in `--policies`: what grouping requests by prefix brings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Outcome:
     refused_kinds: Counter[ServiceClass] = field(default_factory=Counter)
     preemptions: int = 0
     computed_tokens: int = 0
+    compressed: int = 0
     levels: dict[int, float] = field(default_factory=dict)
 
     def quantile(self, kind: ServiceClass, share: float) -> float:
@@ -96,6 +98,7 @@ class Outcome:
             "refused": dict(self.refused),
             "preemptions": self.preemptions,
             "computed_tokens": self.computed_tokens,
+            "compressed_contexts": self.compressed,
             "hit_rate": sum(one.num_hit_tokens for one in self.met) / max(1, prompts),
             "seconds_by_level": self.levels,
             "ttft_s": {
@@ -133,16 +136,31 @@ class Requests:
         return [self.make(float(at)) for at in np.cumsum(gaps) if at < seconds]
 
 
-def make_engine(args: argparse.Namespace, policy: str, *, ladder: bool) -> Engine:
+@dataclass(frozen=True)
+class Variant:
+    """How an engine is set up for a run; `compress` is what the lower classes allow under pressure."""
+
+    name: str
+    policy: str = "fcfs"
+    ladder: bool = True
+    compress: str | None = None
+
+
+def make_engine(args: argparse.Namespace, variant: Variant) -> Engine:
+    yields = {ServiceClass.STANDARD, ServiceClass.BATCH}
+    tenants = {
+        name: replace(spec, compress_under_pressure=variant.compress if spec.service_class in yields else None)
+        for name, spec in TENANTS.items()
+    }
     return Engine(
         args.model,
         dtype=args.dtype,
         kv_memory=args.kv_memory,
         max_model_len=args.shared + 4 * (args.own + args.output),
         max_num_seqs=args.running,
-        queue_policy=policy,
-        tenants=TENANTS,
-        pressure=PressureConfig(classes=LIMITS) if ladder else None,
+        queue_policy=variant.policy,
+        tenants=tenants,
+        pressure=PressureConfig(classes=LIMITS) if variant.ladder else None,
         progress=False,
     )
 
@@ -177,6 +195,7 @@ def serve(engine: Engine, name: str, arrivals: Sequence[Arrival], seconds: float
     core.abort_all()
     outcome.preemptions = core._scheduler.num_preempted
     outcome.computed_tokens = sum(tenant.num_computed_tokens for tenant in core.cache.tenants.all())
+    outcome.compressed = core.pressure.report.num_compressed
     outcome.levels = {int(level): round(each, 2) for level, each in core.pressure.report.seconds.items()}
     core.cache.check()
     return outcome
@@ -184,7 +203,7 @@ def serve(engine: Engine, name: str, arrivals: Sequence[Arrival], seconds: float
 
 def capacity(args: argparse.Namespace) -> float:
     """Requests a second that the engine completes when there are always as many as it can run."""
-    engine = make_engine(args, "fcfs", ladder=False)
+    engine = make_engine(args, Variant("capacity", ladder=False))
     requests = Requests(args, engine.spec.vocab_size)
     live, done, added, started = 0, 0, 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < args.calibrate:
@@ -204,7 +223,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Goodput in tokens a second; the times to first token that 99% do not exceed."""
     table = Table(box=None)
     waits = [f"{kind} p99" for kind in ServiceClass]
-    for column in ("", "goodput", "in time", "refused", "preempted", "computed", "hits", *waits):
+    for column in ("", "goodput", "in time", "refused", "preempted", "compressed", "computed", "hits", *waits):
         table.add_column(column, justify="right" if column else "left")
     for outcome in outcomes:
         figures = outcome.figures()
@@ -214,6 +233,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
             f"{figures['good_requests']} of {len(outcome.met) + outcome.refused.total()}",
             str(outcome.refused.total()),
             str(outcome.preemptions),
+            str(outcome.compressed),
             f"{outcome.computed_tokens:,}",
             f"{figures['hit_rate']:.0%}",
             *(f"{outcome.quantile(kind, 0.99):.1f} s" for kind in ServiceClass),
@@ -262,9 +282,10 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=64, help="own tokens of a prompt, about (default: %(default)s)")
     parser.add_argument("--output", type=int, default=48, help="tokens of an answer, about (default: %(default)s)")
     parser.add_argument("--load", type=float, default=5.0, help="times the capacity (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of each run (default: %(default)s)")
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds to find capacity (default: %(default)s)")
     parser.add_argument("--policies", nargs="*", default=["lpm"], help="more queue policies (default: lpm)")
+    parser.add_argument("--compress", default="streaming:128", help="what lower classes allow (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--plot", type=Path, help="write a picture")
@@ -273,11 +294,11 @@ def main() -> None:
     per_s = capacity(args)
     print(f"capacity: {per_s:.2f} requests/s; offered: {args.load * per_s:.2f}", file=sys.stderr)
     outcomes = []
-    variants = [("no ladder", "fcfs", False), ("ladder", "fcfs", True)]
-    for name, policy, ladder in variants + [(f"ladder, {policy}", policy, True) for policy in args.policies]:
-        engine = make_engine(args, policy, ladder=ladder)
+    variants = [Variant("no ladder", ladder=False), Variant("ladder"), Variant("compress", compress=args.compress)]
+    for variant in variants + [Variant(policy, policy) for policy in args.policies]:
+        engine = make_engine(args, variant)
         arrivals = Requests(args, engine.spec.vocab_size).arrivals(args.load * per_s, args.seconds)
-        outcomes.append(serve(engine, name, arrivals, args.seconds))
+        outcomes.append(serve(engine, variant.name, arrivals, args.seconds))
         engine.close()
     print_outcomes(outcomes)
     result = {
