@@ -5,8 +5,8 @@ random, several times as many, at an engine without the ladder and at one with i
 Prompts share long prefixes, of which the pool cannot keep all. A refused request is lost.
 
 Goodput counts the output of requests whose first token came within what their class should wait at most. The engine
-with the ladder runs once more with the two lower classes allowing that their contexts be compressed (`--compress`, level
-3), and once for each queue policy in `--policies`: what grouping requests by prefix brings.
+with the ladder runs once more with the two lower classes allowing that their contexts be compressed (`--compress`,
+level 3), and once for each queue policy in `--policies`: what grouping requests by prefix brings.
 """
 
 from __future__ import annotations
