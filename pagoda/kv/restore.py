@@ -78,7 +78,11 @@ class Restore:
         return blocks
 
     def chunk(self, num_tokens: int) -> int:
-        """How many of the next tokens to compute now, at most `num_tokens`; 0 to wait. Mutates the time waited."""
+        """How many of the next tokens to compute now, at most `num_tokens`; 0 to wait. Mutates the time waited.
+
+        As long as nothing came, a step ends early only where that costs no step more if nothing ever comes: predictions
+        of a tier whose speed changes are wrong, and a step reads all weights however few its tokens are.
+        """
         ahead = self._target * self.block_size - self.lease.num_computed_tokens
         if (not self.fetch.hedged.is_set() or ahead <= 0) and self.patience_s > 0 and not self.has_all:
             self._waiting_since = self._waiting_since or time.monotonic()
@@ -87,7 +91,11 @@ class Restore:
             self._waited_s += time.monotonic() - self._waiting_since
             self._waiting_since = None
         self.fetch.hedged.set()
-        return min(num_tokens, ahead) if ahead > 0 else num_tokens
+        if ahead <= 0:
+            return num_tokens
+        if not self.fetch.num_loaded:
+            ahead = max(ahead, (self.lease.prompt.size - self.lease.num_computed_tokens - 1) % num_tokens + 1)
+        return min(num_tokens, ahead)
 
     @property
     def _target(self) -> int:
