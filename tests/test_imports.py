@@ -279,9 +279,9 @@ def test_an_allowed_import_passes(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
-@pytest.mark.parametrize("part", [part for part in METADATA if f"pagoda.kv.{part}" in MODULES])
-def test_kv_metadata_imports_without_torch(part: str) -> None:
-    code = f"import sys, pagoda.kv.{part}; assert 'torch' not in sys.modules"
+def test_kv_metadata_imports_without_torch() -> None:
+    modules = ", ".join(f"pagoda.kv.{part}" for part in METADATA if f"pagoda.kv.{part}" in MODULES)
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

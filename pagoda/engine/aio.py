@@ -181,7 +181,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self, drain_s: float = 10.0) -> None:
-        """Admit nothing more, give running streams `drain_s` seconds to finish, abort the others, end the thread."""
+        """Admit nothing more, give running streams `drain_s` seconds to finish, abort the others, close the engine."""
         self._accepting = False
         deadline = asyncio.get_running_loop().time() + drain_s
         while self._streams and self.is_healthy and asyncio.get_running_loop().time() < deadline:
@@ -190,7 +190,7 @@ class AsyncEngine:
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._core.cache.close)
+        await asyncio.to_thread(self._engine.close)
 
     def stream(
         self,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -87,9 +87,9 @@ class Engine:
     """Loads a model, allocates its KV pool and generates.
 
         from pagoda import Engine, SamplingParams
-        engine = Engine("smollm2")
-        [out] = engine.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))
-        print(out.text, out.usage.num_hit_tokens)
+        with Engine("smollm2") as engine:
+            [out] = engine.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))
+            print(out.text, out.usage.num_hit_tokens)
 
     Args:
         model: `smollm2`, a Hugging Face folder or hub id, or a GGUF file.
@@ -286,8 +286,16 @@ class Engine:
         return events.names(tokens, scope if chosen is None else adapted(scope, chosen, tokens))
 
     def close(self) -> None:
-        """Write what waits to be written to lower tiers, and let go of them."""
+        """Write what waits to be written to lower tiers, and let go of them and of native memory."""
         self.core.cache.close()
+        # Not left to garbage collection: FastAPI's caches keep a server's routes, and so its engine, to the very end.
+        self._runner.decoder.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _longest(self, cache: KVCache, max_context: int) -> int:
         """The longest sequence, at most `max_context`, that fits the pool."""

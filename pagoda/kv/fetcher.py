@@ -109,8 +109,8 @@ class Fetcher:
             fetch.charged = 0
             self._room.notify_all()
 
-    def close(self) -> None:
-        """Let the threads end; waits for none."""
+    def end_threads(self) -> None:
+        """Let the threads end; waits for none, and takes no lock, as `Lane.end_threads`."""
         self._workers.close()
 
     # -- predictions -------------------------------------------------------------------------------------------------

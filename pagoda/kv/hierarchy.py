@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -65,6 +66,9 @@ class Hierarchy:
         for lane, (_, policy) in zip(self.lanes, tiers, strict=True):
             self._writers[policy].append(Writer(lane, "demoted" if policy is WritePolicy.BACK else "stored"))
         self.fetcher = Fetcher(self.lanes, block_bytes, num_groups, self.arrived)
+        # No thread knows the hierarchy, so one that is dropped without `close` goes, and its threads with it.
+        self._end_threads = weakref.finalize(self, _end_threads_of, self._all_writers, self.fetcher, self.lanes)
+        self._end_threads.atexit = False
 
     @property
     def is_available(self) -> bool:
@@ -179,12 +183,17 @@ class Hierarchy:
         """Write what is queued, for at most `flush_s` seconds, and close the tiers. Waits for no tier that hangs."""
         if not self.flush(flush_s):
             logger.warning("some blocks were not written to their tiers before the end")
-        for writers in self._writers.values():
-            for writer in writers:
-                writer.close()
-        self.fetcher.close()
+        self._end_threads()
         for lane in self.lanes:
             lane.close()
+
+
+def _end_threads_of(writers: Sequence[Writer], fetcher: Fetcher, lanes: Sequence[Lane]) -> None:
+    for writer in writers:
+        writer.end_threads()
+    fetcher.end_threads()
+    for lane in lanes:
+        lane.end_threads()
 
 
 def _distinct(names: Iterable[str]) -> Iterator[str]:

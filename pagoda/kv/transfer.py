@@ -89,6 +89,7 @@ class Workers:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # or what it holds would live until the next one comes
 
     def close(self) -> None:
         """Let the threads end when they have run what is queued; waits for none."""
@@ -377,10 +378,14 @@ class Lane:
             load_seconds_sum=seconds,
         )
 
-    def close(self) -> None:
-        """Close the tier, waiting for it a moment; one that hangs is left to the end of the process."""
+    def end_threads(self) -> None:
+        """Let the threads end; waits for none, and takes no lock: garbage collection may call it anywhere."""
         self._workers.close()
         self._usage_worker.close()
+
+    def close(self) -> None:
+        """Close the tier, waiting for it a moment; one that hangs is left to the end of the process."""
+        self.end_threads()
         closing = threading.Thread(target=self.tier.close, name=f"pagoda-close-{self.name}", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)

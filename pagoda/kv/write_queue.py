@@ -180,7 +180,7 @@ class Writer:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._is_ending = False
         threading.Thread(target=self._run, name=f"pagoda-writer-{lane.name}", daemon=True).start()
 
     @property
@@ -213,24 +213,26 @@ class Writer:
                 self._changed.wait(min(left, 0.1))
             return not self._queued_bytes
 
-    def close(self) -> None:
-        """End the thread; what is queued is lost."""
-        self._closing.set()
+    def end_threads(self) -> None:
+        """Let the thread end; what is queued is lost. Waits for nothing and takes no lock, as `Lane.end_threads`."""
+        self._is_ending = True
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._closing.is_set():
+        while (job := self._jobs.get()) is not None and not self._is_ending:
             if not self._do(job):
                 self.lane.tally.add("lost", job.num_lost)
             with self._changed:
                 self._queued_bytes -= job.num_bytes
                 self._changed.notify_all()
+            del job  # or its payloads would stay until the next one comes
 
     def _do(self, job: Job) -> bool:
         for attempt in itertools.count(1):
             while not self.lane.is_available:
-                if self._closing.wait(0.05):
+                if self._is_ending:
                     return False
+                time.sleep(0.05)
             try:
                 if job.do(self.lane):
                     return True

@@ -213,6 +213,10 @@ class Decoder:
             )
         return self._fused[group_of_layer]
 
+    def release(self) -> None:
+        """Let go of the native decoder and its scratch memory; the next step would make it anew."""
+        self._fused.clear()
+
     def _shared_prefixes(self, batch: ForwardBatch, view: KVView) -> list[tuple[SharedPrefix, ...]]:
         """Per layer group, the requests that attend to common blocks together."""
         if self.device.type != "cpu":

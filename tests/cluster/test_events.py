@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +15,7 @@ from pagoda.cluster.subscriber import Subscriber
 from pagoda.cluster.wire import sequence_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
+from tests.waiting import eventually
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -56,9 +57,7 @@ class Reader:
                 self.names.clear()
 
     async def until(self, names: Sequence[int]) -> None:
-        async with asyncio.timeout(5):
-            while self.names != set(names):
-                await asyncio.sleep(0.005)
+        await eventually(lambda: self.names == set(names))
 
 
 @contextmanager
@@ -122,7 +121,7 @@ async def test_a_missed_message_is_asked_for() -> None:
             send, lost = made.publisher._publish.send_multipart, []
             made.publisher._publish.send_multipart = lost.append  # type: ignore[method-assign]
             made.store(2)
-            await _until(lambda: bool(lost))
+            await eventually(lambda: bool(lost))
             made.publisher._publish.send_multipart = send  # type: ignore[method-assign]
             made.store(3)
             await reader.until([1, 2, 3])
@@ -208,9 +207,3 @@ def test_an_address_that_cannot_be_bound_is_named() -> None:
         Publisher(made.publisher.endpoint, ANY)
     with pytest.raises(ConfigError, match="nonsense"):
         Publisher("nonsense", ANY)
-
-
-async def _until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not is_true():
-            await asyncio.sleep(0.005)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from pagoda.cluster.local import ENV, LocalReplicas, ReplicaOf
 from pagoda.errors import ConfigError
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -53,7 +53,7 @@ async def running(count: int, command: list[str] = COMMAND) -> AsyncIterator[Loc
 
 
 async def ask(url: str) -> list[str]:
-    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(trust_env=False) as client:
         while True:
             try:
                 return (await client.get(url)).text.split()
@@ -67,7 +67,7 @@ async def test_each_knows_who_it_is_and_a_dead_one_comes_back_to_its_place() -> 
         assert (first[:2], second[:2]) == (["0", "2"], ["1", "2"])
         assert first[3] == second[3] == replicas.token
         os.kill(int(first[2]), signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (again := await ask(replicas.urls[0]))[2] == first[2]:
                 await asyncio.sleep(0.05)
         assert again[:2] == ["0", "2"]
@@ -91,7 +91,7 @@ async def test_a_dead_ones_address_refuses_connections() -> None:
 async def test_settings_that_are_refused_are_not_tried_for_ever() -> None:
     replicas = LocalReplicas(1, [sys.executable, "-c", "raise SystemExit(2)"])
     with pytest.raises(ConfigError, match="does not start"):
-        await asyncio.wait_for(replicas.run(), 10)
+        await asyncio.wait_for(replicas.run(), PATIENCE_S)
 
 
 def test_no_replica_outlives_a_parent_that_is_killed() -> None:
@@ -113,10 +113,7 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
     process.wait()
     process.stdout.close()
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(_is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(_is_alive(pid) for pid in pids))
 
 
 def test_only_a_replica_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

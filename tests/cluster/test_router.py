@@ -14,6 +14,7 @@ import pytest
 from pagoda.cluster.router import Router, RouterConfig
 from pagoda.errors import ConfigError
 from pagoda.kv.events import BlocksCleared, BlockStored
+from tests.waiting import PATIENCE_S, eventually
 
 from .fake_fleet import FakeFleet
 
@@ -38,9 +39,7 @@ class Bench:
 
     async def until_up(self, *numbers: int) -> None:
         placement = self.router.placement
-        async with asyncio.timeout(3):
-            while [n for n in range(len(self.fleet.servers)) if placement.is_up(n)] != list(numbers):
-                await asyncio.sleep(0.002)
+        await eventually(lambda: [n for n in range(len(self.fleet.servers)) if placement.is_up(n)] == list(numbers))
 
     def metric(self, name: str) -> float:
         lines = self.router.metrics.render().decode().splitlines()
@@ -214,7 +213,7 @@ async def _ask_and_leave(made: Bench) -> None:
         "client": ("client", 1),
         "root_path": "",
     }
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         await made.router.app(scope, receive, send)  # type: ignore[arg-type]
 
 

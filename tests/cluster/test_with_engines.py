@@ -23,6 +23,7 @@ from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv import tier_events
 from tests.model import models, tokenizers_made_here
 from tests.server.conftest import Live, run_server
+from tests.waiting import eventually
 
 ANY = "tcp://127.0.0.1:*"
 TOKEN = "the cluster's own"
@@ -51,11 +52,6 @@ class Cluster:
         cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
         return int(answer.headers["x-pagoda-replica"]), cached, told["choices"][0]["message"]["content"]
 
-    async def until(self, is_true: Any) -> None:
-        async with asyncio.timeout(5):
-            while not is_true():
-                await asyncio.sleep(0.01)
-
 
 @asynccontextmanager
 async def replica(engine: Engine) -> AsyncIterator[Live]:
@@ -82,7 +78,7 @@ async def cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
             httpx.AsyncClient(transport=httpx.ASGITransport(router.app), base_url="http://router", timeout=20)
         )
         fleet = Cluster(router, http, replicas, made)
-        await fleet.until(lambda: router.placement.index.tells == [0, 1])
+        await eventually(lambda: router.placement.index.tells == [0, 1])
         yield fleet
 
 
@@ -101,7 +97,7 @@ async def test_a_conversation_goes_where_its_blocks_are_told_to_be(folder: Path)
         first, cached, said = await fleet.ask(text("alice"))
         assert cached == 0
         index = fleet.router.placement.index
-        await fleet.until(lambda: index.num_blocks > 5)
+        await eventually(lambda: index.num_blocks > 5)
         again, cached, repeated = await fleet.ask(text("alice"))
         assert (again, repeated) == (first, said)
         assert cached > 100
@@ -109,7 +105,7 @@ async def test_a_conversation_goes_where_its_blocks_are_told_to_be(folder: Path)
         assert other != first
         # What a replica lost is not expected of it any more.
         await fleet.replicas[first].backend.manage(lambda cache: cache.purge_tenant(""))
-        await fleet.until(lambda: not blocks_of(fleet.router, first))
+        await eventually(lambda: not blocks_of(fleet.router, first))
 
 
 async def test_a_router_that_starts_late_learns_what_there_is(folder: Path) -> None:
@@ -117,7 +113,7 @@ async def test_a_router_that_starts_late_learns_what_there_is(folder: Path) -> N
         first, _, _ = await fleet.ask(text("alice"))
         second = Router([live.url for live in fleet.replicas], RouterConfig(token=TOKEN, health_interval_s=0.05))
         async with second.app.router.lifespan_context(second.app):
-            await fleet.until(lambda: second.placement.index.num_blocks > 5)
+            await eventually(lambda: second.placement.index.num_blocks > 5)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(second.app), base_url="http://r") as http:
                 body = {"messages": [{"role": "user", "content": text("alice")}], "max_tokens": 2}
                 for _ in range(2):
@@ -139,7 +135,7 @@ async def test_a_death_in_the_middle_loses_no_request(folder: Path) -> None:
         answers = await asyncio.gather(*asking)
         assert {number for number, _, _ in answers} <= {0, 1}
         assert any(number != first for number, _, _ in answers)
-        await fleet.until(lambda: not fleet.router.placement.is_up(first) and not blocks_of(fleet.router, first))
+        await eventually(lambda: not fleet.router.placement.is_up(first) and not blocks_of(fleet.router, first))
 
 
 @pytest.mark.parametrize("tier", ["shm:{folder}/shared:8MiB", "file://{folder}/objects"])

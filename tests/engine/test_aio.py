@@ -14,6 +14,7 @@ from pagoda.engine.outputs import FinishReason, RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, RequestAborted
 from tests.engine.fakes import FakeRunner, FakeTokenizer, expected_output, make_core
+from tests.waiting import eventually
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0)
@@ -21,7 +22,9 @@ ENDLESS = SamplingParams(max_tokens=400, temperature=0.0)
 
 def make(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
     core, runner = make_core(num_blocks=200, **options)
-    whole = SimpleNamespace(core=core, model_name="fake", max_model_len=512, tokenizer=FakeTokenizer())
+    whole = SimpleNamespace(
+        core=core, model_name="fake", max_model_len=512, tokenizer=FakeTokenizer(), close=core.cache.close
+    )
     return AsyncEngine(cast(Engine, whole)), runner
 
 
@@ -30,9 +33,7 @@ async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(5):
-        while engine.stats().num_held_blocks or engine.stats().num_running:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not (engine.stats().num_held_blocks or engine.stats().num_running))
 
 
 async def test_streams_run_side_by_side() -> None:
@@ -74,12 +75,13 @@ async def test_a_refusal_is_raised_in_the_stream_and_others_go_on() -> None:
 
 
 async def test_stop_lets_short_streams_finish_and_aborts_long_ones() -> None:
-    engine, _ = make(max_model_len=100_000)
+    engine, runner = make(max_model_len=100_000)
+    runner.seconds_per_token = 0.002  # the long one: 1.4 s
     await engine.start()
     short = asyncio.create_task(collect(engine, [1, 2, 3]))
     long = asyncio.create_task(collect(engine, [4, 5], SamplingParams(max_tokens=700, temperature=0.0)))
     await asyncio.sleep(0.02)
-    await engine.stop(drain_s=0.05)
+    await engine.stop(drain_s=0.3)
     assert (await short)[-1].deltas[0].finish_reason is FinishReason.LENGTH
     assert (await long)[-1].deltas[0].finish_reason is FinishReason.ABORT
     with pytest.raises(RequestAborted, match="not running"):
@@ -96,9 +98,7 @@ async def test_when_the_engine_dies_streams_end_with_an_error(monkeypatch: pytes
     with pytest.raises(RequestAborted, match="stopped"):
         async for _ in stream:
             pass
-    async with asyncio.timeout(5):
-        while engine.is_healthy:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not engine.is_healthy)
     with pytest.raises(RequestAborted, match="not running"):
         await collect(engine, [1])
 
@@ -127,8 +127,6 @@ async def test_leases_end_while_nothing_runs() -> None:
     async for _ in engine.stream([1] * 12, GREEDY, leases=[LeaseSpec(12, ttl_s=0.2)]):
         pass
     assert engine.stats().num_leases == 1
-    async with asyncio.timeout(5):
-        while engine.stats().num_leases:  # a snapshot: nobody asks the engine for anything
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not engine.stats().num_leases)  # a snapshot: nobody asks the engine for anything
     assert engine.stats().num_held_blocks == 0
     await engine.stop()

@@ -21,6 +21,7 @@ from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import MemoryTier
 from pagoda.kv.tiers.records import GetResult, Target, writable
 from tests.model import models, tokenizers_made_here
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 WAIT = 1.0  # seconds a token: everything is restored
@@ -106,7 +107,7 @@ def test_honest_tiers_raise_no_alarm(folder: Path, dtype: str) -> None:
     for _ in range(4):
         for seed in range(3):
             assert ask(engine, seed)[1] >= 88  # warm
-        assert engine.core.cache.hierarchy.flush(5)
+        assert engine.core.cache.hierarchy.flush(PATIENCE_S)
         engine.core.cache.clear()
         for seed in range(3):
             assert ask(engine, seed)[1] == 88  # restored
@@ -120,7 +121,7 @@ def test_a_tier_that_gives_other_kv_in_good_order_is_found_out(folder: Path, cap
     truth = ask(honest, 1)[0]
     ask(honest, 2)
     assert isinstance(honest.core.cache, TieredCache)
-    assert honest.core.cache.hierarchy.flush(5)
+    assert honest.core.cache.hierarchy.flush(PATIENCE_S)
     engine, watch = make(folder, tier)
     assert isinstance(engine.core.cache, TieredCache)
     assert ask(engine, 2)[1] == 88

@@ -19,6 +19,7 @@ from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
 from pagoda.sparse.spec import parse_kv_policy
 from tests.model import models, tokenizers_made_here
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 UNGUARDED = float("inf")
@@ -390,7 +391,7 @@ def test_passages_come_back_from_tiers(llama: tuple[Path, Any]) -> None:
     blend = BlendSpec(spans, 0.0, UNGUARDED)
     first = run(engine, tokens, blend)
     engine.core.cache.clear()
-    assert engine.core.cache.hierarchy.flush(10.0)
+    assert engine.core.cache.hierarchy.flush(PATIENCE_S)
     assert engine.core.cache.num_cached_blocks == 0
     again = run(engine, tokens, blend)
     assert again.completions[0].token_ids == first.completions[0].token_ids

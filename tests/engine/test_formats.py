@@ -21,6 +21,7 @@ from pagoda.kv.lease import TierUse
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tiered import TieredCache
 from tests.model import models, tokenizers_made_here
+from tests.waiting import PATIENCE_S
 
 LENGTH = 12
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
@@ -221,7 +222,7 @@ def test_a_lossy_tier_serves_only_those_who_allow_it_and_nobody_after_them(folde
     assert isinstance(cache, TieredCache)
     [tokens] = prompts(1, 80)
     exact = outputs(engine, [tokens])
-    assert cache.hierarchy.flush(5)
+    assert cache.hierarchy.flush(PATIENCE_S)
     for lossy in (None, False, True, True, None):
         cache.clear()
         use = TierUse(wait_s=math.inf, lossy=lossy)
@@ -242,7 +243,7 @@ def test_a_tier_that_packs_without_loss_serves_everyone(folder: Path, tmp_path: 
     assert isinstance(cache, TieredCache)
     [tokens] = prompts(1, 80)
     exact = outputs(engine, [tokens])
-    assert cache.hierarchy.flush(5)
+    assert cache.hierarchy.flush(PATIENCE_S)
     cache.clear()
     [found] = engine.generate([tokens], replace(GREEDY, tier_use=TierUse(wait_s=math.inf)))
     assert found.usage.num_hit_tokens == 80

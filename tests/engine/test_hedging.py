@@ -20,6 +20,7 @@ from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import GetResult, RecordId, Target
 from tests.engine.fakes import VOCAB, FakeRunner, expected_output, make_core, random_load, run
+from tests.waiting import PATIENCE_S
 
 THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
 BLOCK, TOKENS = 4, 401
@@ -60,7 +61,7 @@ def warm_core(
         filling.add(f"fill{seed}", prompt(seed), SamplingParams(max_tokens=1, temperature=0.0))
     run(filling)
     assert isinstance(filling.cache, TieredCache)
-    assert filling.cache.hierarchy.flush(5)
+    assert filling.cache.hierarchy.flush(PATIENCE_S)
     watched = Watched(tier, faults)
     core, runner = make_core(num_blocks=300 * len(windows), windows=windows, tiers=[(watched, THROUGH)])
     runner.seconds_per_token = S_PER_TOKEN
@@ -105,8 +106,10 @@ def test_a_tier_that_became_known_is_met_where_it_pays_most(faults: Faults) -> N
     assert max(len(load) for load in tier.loads[3:]) > 0.5 * NUM_BLOCKS  # where latency counts, one load brings it all
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.2])
-@pytest.mark.parametrize("bytes_per_s", [1e5, 1e6, float("inf")])
+@pytest.mark.parametrize(
+    ("delay_s", "bytes_per_s"),
+    [(0.0, 1e5), (0.0, 1e6), (0.02, 1e6), (0.02, float("inf")), (0.2, 1e5), (0.2, float("inf"))],
+)
 def test_no_speed_of_a_tier_costs_more_than_patience(faults: Faults, delay_s: float, bytes_per_s: float) -> None:
     core, _, _ = warm_core(faults, prompts=3)
     faults.delay_s, faults.bytes_per_s = delay_s, bytes_per_s

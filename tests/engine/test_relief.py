@@ -20,6 +20,7 @@ from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiers.fake import MemoryTier
 from tests.engine.fakes import VOCAB, FakeRunner, expected_output, make_core, random_load, run
+from tests.waiting import PATIENCE_S
 
 CLASSES = {
     "now": TenantSpec(service_class=ServiceClass.INTERACTIVE),
@@ -147,7 +148,7 @@ def test_level_2_demotes_before_the_room_is_needed(pressed: Any) -> None:
     run(core)
     assert tier.usage().num_records == 0
     stuck.to(2)
-    assert core.cache.hierarchy.flush(5.0)  # type: ignore[attr-defined]
+    assert core.cache.hierarchy.flush(PATIENCE_S)  # type: ignore[attr-defined]
     assert tier.usage().num_records == 4  # of the eight that it has; 36 of 40 are to be free
     core.cache.close()
 

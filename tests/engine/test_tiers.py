@@ -17,6 +17,7 @@ from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core, random_load, run
+from tests.waiting import PATIENCE_S
 
 THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
 SLOW_RECOMPUTE = 1.0  # seconds a token: any load is worth it
@@ -42,7 +43,7 @@ def ask(core: EngineCore, tokens: list[int], name: str = "r", scope: Scope = Sco
 
 def flushed(core: EngineCore) -> TieredCache:
     assert isinstance(core.cache, TieredCache)
-    assert core.cache.hierarchy.flush(5)
+    assert core.cache.hierarchy.flush(PATIENCE_S)
     return core.cache
 
 
@@ -188,7 +189,7 @@ def test_a_tier_that_hangs_delays_a_request_by_no_more_than_its_share() -> None:
     again.add("r", prompt(1), greedy(3))
     started = time.perf_counter()
     done = run(again, limit=100_000)
-    assert 0.08 < time.perf_counter() - started < 1.5
+    assert 0.08 < time.perf_counter() - started < 2.5
     assert done["r"][0].token_ids == expected_output(prompt(1), 3)
     again.cache.check()
     assert again.cache.num_held_blocks == 0
@@ -232,7 +233,7 @@ def test_a_tier_known_to_be_slow_is_not_waited_for_again() -> None:
         ask(core, prompt(seed))
     flushed(core)
     again, _ = make_core(tiers=[(FaultyTier(inner, faults), THROUGH)])
-    faults.delay_s = 0.4
+    faults.delay_s = 3.0
     seconds = []
     for seed in range(2):
         again._scheduler.prefill_speed = PrefillSpeed(0.05)  # 56 tokens: 2.8 s; 3% of that is 0.084 s
@@ -241,7 +242,7 @@ def test_a_tier_known_to_be_slow_is_not_waited_for_again() -> None:
         run(again, limit=100_000)
         seconds.append(time.perf_counter() - started)
         time.sleep(0.05)  # until the fetch has noticed
-    assert 0.08 < seconds[0] < 0.39
+    assert 0.08 < seconds[0] < 2.5
     assert seconds[1] < seconds[0]
 
 
@@ -256,9 +257,7 @@ def test_closing_the_engine_waits_for_no_hung_tier(monkeypatch: pytest.MonkeyPat
     core._scheduler.prefill_speed = PrefillSpeed(1e-3)
     core.add("r", prompt(1), greedy(2))
     run(core, limit=100_000)
-    started = time.perf_counter()
-    core.cache.close()
-    assert time.perf_counter() - started < 2
+    core.cache.close()  # the tier hangs until the test is over
     faults.running.set()
 
 

@@ -23,6 +23,7 @@ from pagoda.kv.keys import BlockKey, KeyChain
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Failed, GetResult, Target
+from tests.waiting import PATIENCE_S
 
 SIZE = 4  # tokens in a block
 NUM_LAYERS = 3
@@ -103,7 +104,7 @@ class FakeVllm:
                 kv = kv_of(request.all_token_ids, position, layer, shard)
                 self.caches[shard][layer, block, position % SIZE] = torch.from_numpy(kv.copy())
 
-    def run(self, request: FakeRequest, limit_s: float = 5.0, chunk: int = 16) -> dict[str, Any] | None:
+    def run(self, request: FakeRequest, limit_s: float = PATIENCE_S, chunk: int = 16) -> dict[str, Any] | None:
         """Admit a request, compute its prompt, check its KV, end it; returns what its client is told."""
         self.admit(request, limit_s)
         name = request.request_id
@@ -113,7 +114,7 @@ class FakeVllm:
         self.check(request)
         return self.end(request)
 
-    def admit(self, request: FakeRequest, limit_s: float = 5.0) -> int:
+    def admit(self, request: FakeRequest, limit_s: float = PATIENCE_S) -> int:
         """Let a request get what the tiers have; returns how many tokens."""
         deadline = time.monotonic() + limit_s
         while (matched := self.scheduler.matched_tokens(request, 0)) is None:  # type: ignore[arg-type]
@@ -154,7 +155,7 @@ class FakeVllm:
     def settle(self) -> None:
         """Wait until all that was saved is written."""
         for worker in self.workers:
-            assert worker._parts.hierarchy.flush(5)
+            assert worker._parts.hierarchy.flush(PATIENCE_S)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -16,9 +16,10 @@ from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import RecordId
 from pagoda.kv.tiers.spec import TierSpec
 from tests.integrations.fake_vllm import SIZE, FakeRequest, FakeVllm, HoleyTier, Lent
+from tests.waiting import until
 
 PROMPT = list(range(100, 123))  # five whole blocks and three tokens
-PATIENT = {"pagoda": {"wait_s": 5}}
+PATIENT = {"pagoda": {"wait_s": 30}}
 Make = Callable[..., FakeVllm]
 
 
@@ -141,7 +142,7 @@ def test_a_damaged_block_is_computed_and_saved_again(make: Make) -> None:
     assert told is not None
     assert told["pagoda"]["miss"] == "restore_failed"
     faults.corrupting = 0.0
-    wait_until(lambda: engine.workers[0]._parts.hierarchy.is_available)
+    until(lambda: engine.workers[0]._parts.hierarchy.is_available)
     engine.settle()
     assert restored(engine.run(patient())) == 20
 
@@ -177,9 +178,7 @@ def test_a_tier_that_hangs_costs_patience_only(make: Make) -> None:
     engine.settle()
     faults.hang()
     try:
-        started = time.monotonic()
         told = engine.run(FakeRequest(list(PROMPT), kv_transfer_params={"pagoda": {"wait_s": 0.2}}))
-        assert time.monotonic() - started < 3
         assert restored(told) == 0
         assert told is not None
         assert told["pagoda"]["miss"] == "restore_slower"
@@ -288,7 +287,7 @@ def test_a_request_that_leaves_while_it_loads_is_finished_once(make: Make) -> No
     finished = [name for _ in range(5) for name in engine.step({}, {})]
     assert finished == [request.request_id]
     fetcher = engine.workers[0]._parts.hierarchy.fetcher
-    wait_until(lambda: fetcher._staged == 0)
+    until(lambda: fetcher._staged == 0)
 
 
 def test_staging_memory_is_given_back_when_nobody_takes_the_blocks(make: Make) -> None:
@@ -300,7 +299,7 @@ def test_staging_memory_is_given_back_when_nobody_takes_the_blocks(make: Make) -
         engine.step({}, {})
     engine.scheduler.finished(request)  # type: ignore[arg-type]
     engine.step({}, {})
-    wait_until(lambda: engine.workers[0]._parts.hierarchy.fetcher._staged == 0)
+    until(lambda: engine.workers[0]._parts.hierarchy.fetcher._staged == 0)
 
 
 def test_a_load_that_computing_beats_is_given_up(make: Make) -> None:
@@ -309,13 +308,12 @@ def test_a_load_that_computing_beats_is_given_up(make: Make) -> None:
     engine.run(patient())
     engine.settle()
     engine.scheduler.s_per_token = 1e-5
-    faults.delay_s = 0.3
-    started = time.monotonic()
+    faults.hang()
     told = engine.run(FakeRequest(list(PROMPT)))
     assert restored(told) == 0
     assert told is not None
     assert told["pagoda"]["miss"] == "restore_slower"
-    assert time.monotonic() - started < 0.25
+    faults.running.set()
 
 
 def test_what_is_there_and_came_too_late_is_told_as_slower(make: Make) -> None:
@@ -352,10 +350,3 @@ def test_what_is_counted_reaches_the_figures_once(make: Make) -> None:
     assert figures.counts["pagoda_tier_stored_records\tmemory\t0"] == 5
     assert engine.workers[0].take_figures().counts == {}
     assert engine.scheduler.take_figures().counts == {"pagoda_vllm_missed_tokens\tnever_seen": 20}
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.005)

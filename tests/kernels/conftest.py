@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 if importlib.util.find_spec("pagoda._native") is None:
     collect_ignore = [
@@ -22,6 +23,15 @@ else:
     from pagoda import _native
 
     ISAS = _native.available_isas()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def two_threads() -> Iterator[None]:
+    """Kernels share their work, whatever OMP_NUM_THREADS says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ISAS)

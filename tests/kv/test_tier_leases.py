@@ -16,6 +16,7 @@ from pagoda.kv.retention import Retained
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core, run
+from tests.waiting import PATIENCE_S
 
 LEASED, NUM_OTHERS = 0, 12
 
@@ -39,7 +40,7 @@ def lease(core: EngineCore, seed: int, ttl_s: float | None) -> Retained:
 
 def flush(core: EngineCore) -> None:
     assert isinstance(core.cache, TieredCache)
-    assert core.cache.hierarchy.flush(5)
+    assert core.cache.hierarchy.flush(PATIENCE_S)
 
 
 def small_tier() -> MemoryTier:

@@ -13,6 +13,7 @@ import pytest
 from pagoda.server.app import create_app
 from pagoda.server.run import DrainingServer
 from pagoda.server.sockets import bind
+from tests.waiting import eventually
 
 from .fake_backend import FakeBackend
 
@@ -27,10 +28,8 @@ class Live:
     serving: asyncio.Task[None]
 
     async def until_idle(self) -> None:
-        """Wait until the backend holds no request; fails after a second."""
-        async with asyncio.timeout(1):
-            while self.backend.live:
-                await asyncio.sleep(0.005)
+        """Wait until the backend holds no request."""
+        await eventually(lambda: not self.backend.live)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.server.auth import ApiKeys
 from pagoda.server.named_caches import NamedCaches
+from tests.waiting import PATIENCE_S, eventually
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -254,9 +255,7 @@ async def test_a_file_carries_them_over_a_restart(folder: Path, tmp_path: Path) 
         await live.http.delete(f"/v1/caches/{ended['id']}", headers=A)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     async with serve(folder, caches=NamedCaches(path)) as live:
-        async with asyncio.timeout(10):
-            while live.backend.stats().num_leases == 0:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: live.backend.stats().num_leases)
         (found,) = (await live.http.get("/v1/caches", headers=A)).json()["data"]
         assert found == {name: value for name, value in made.items() if name != "usage"}
         await flood(live)
@@ -272,7 +271,7 @@ async def test_what_cannot_be_held_after_a_restart_is_forgotten(folder: Path, tm
         await create(live, system=SYSTEM)
         await create(live, prompt="soon over " * 9, ttl_s=0.01)
     async with serve(folder, caches=NamedCaches(path), lease_share=0.05) as live:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await live.http.get("/v1/caches", headers=A)).json()["data"]:
                 await asyncio.sleep(0.01)
         assert live.backend.stats().num_leases == 0

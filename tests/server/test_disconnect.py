@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pagoda.server.stream import merge
+from tests.waiting import eventually
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -18,9 +19,7 @@ LONG = {"prompt": "Hello", "max_tokens": 2000}
 
 
 async def until_running(live: Live, count: int = 1) -> None:
-    async with asyncio.timeout(2):
-        while len(live.backend.live) < count:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: len(live.backend.live) >= count)
 
 
 async def test_leaving_a_stream_aborts_it(live: Live) -> None:

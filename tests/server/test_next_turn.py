@@ -10,6 +10,7 @@ import pytest
 
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
+from tests.waiting import eventually
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -37,9 +38,7 @@ async def test_what_the_next_prompt_begins_with_is_computed(stream: bool) -> Non
     async with run_server(backend, prefill_next_turn=True, served_model_names=["any"]) as live:
         body = {"messages": FIRST, "max_tokens": 5, "stream": stream}
         assert (await live.http.post("/v1/chat/completions", json=body)).status_code == 200
-        async with asyncio.timeout(2):
-            while len(backend.seen) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(backend.seen) >= 2)
         await live.until_idle()
         prefill = backend.seen[1]
         assert prefill["params"].max_tokens == 0
@@ -55,9 +54,7 @@ async def test_the_same_after_a_message_of_anthropics_api(stream: bool) -> None:
     async with run_server(backend, prefill_next_turn=True, served_model_names=["any"]) as live:
         body = {"model": "any", "messages": FIRST, "max_tokens": 5, "stream": stream}
         assert (await live.http.post("/v1/messages", json=body)).status_code == 200
-        async with asyncio.timeout(2):
-            while len(backend.seen) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(backend.seen) >= 2)
         await live.until_idle()
         assert backend.seen[1]["params"].max_tokens == 0
         prefilled = backend.seen[1]["prompt"]
@@ -84,9 +81,7 @@ async def test_more_of_the_next_turn_hits(folder: Path) -> None:
         async with run_server(AsyncEngine(engine), **options) as live:
             answer, _ = await ask(live, FIRST)
             await asyncio.sleep(0.3)
-            async with asyncio.timeout(5):
-                while live.backend.stats().num_running:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: not live.backend.stats().num_running)
             _, usage = await ask(live, second(answer))
             hits[prefills] = usage.prompt_tokens_details.cached_tokens
     assert hits[True] > hits[False]

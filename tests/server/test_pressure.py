@@ -19,6 +19,7 @@ from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import ConfigError, Overloaded
 from pagoda.server import app as server_app
 from pagoda.server.pressure import BodyBudget
+from tests.waiting import PATIENCE_S, eventually
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -90,9 +91,7 @@ async def test_bodies_take_no_more_memory_than_they_may(monkeypatch: pytest.Monk
             return live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, "user": "x" * size})
 
         first = [asyncio.create_task(post(9_000, max_tokens=100)) for _ in range(2)]
-        async with asyncio.timeout(2):
-            while len(live.backend.live) < 2:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(live.backend.live) >= 2)
         refused = await post(4_000)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
         assert refused.headers["retry-after"] == "1"
@@ -164,7 +163,7 @@ async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path) -> None
     async with serve(folder, **settings) as live:
         body = {"prompt": [5 + i for i in range(100)], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
         running = asyncio.create_task(live.http.post("/v1/completions", json=body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while live.backend.stats().pressure.level < Level.HOLD:
                 await asyncio.sleep(0.01)
             refused = await live.http.post("/v1/completions", json=body | {"prompt": [7] * 100})
@@ -175,9 +174,7 @@ async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path) -> None
         assert (state["level"], state["name"], state["refused"]) == (4, "hold", {"too_long": 1})
         assert state["resident_bytes"] > 1 << 20
         assert (await running).status_code == 200
-        async with asyncio.timeout(5):  # though nothing runs any more
-            while live.backend.stats().pressure.level:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not live.backend.stats().pressure.level)  # though nothing runs any more
         assert (await live.http.post("/v1/completions", json=body)).status_code == 200
 
 

@@ -19,6 +19,7 @@ from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.server.app import create_app
 from tests.model import adapters, models, tokenizers_made_here
+from tests.waiting import eventually
 
 from .conftest import Live, run_server
 from .test_fuzz import bodies
@@ -44,15 +45,11 @@ async def live(folder: Path) -> AsyncIterator[Live]:
 
 
 async def until_nothing_is_held(live: Live) -> None:
-    async with asyncio.timeout(2):
-        while live.backend.stats().num_held_blocks:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not live.backend.stats().num_held_blocks)
 
 
 async def until_something_is_held(live: Live) -> None:
-    async with asyncio.timeout(2):
-        while not live.backend.stats().num_held_blocks:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: live.backend.stats().num_held_blocks)
 
 
 async def test_whole_and_streamed_answers_agree_and_the_second_hits(live: Live) -> None:

@@ -28,6 +28,7 @@ from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.server.auth import ApiKeys
 from tests.model import models, tokenizers_made_here
 from tests.server.conftest import Live, run_server
+from tests.waiting import eventually
 
 from .crowd import Case, Crowd, Tally
 
@@ -120,9 +121,7 @@ async def lease(live: Live) -> None:
 
 
 async def until_calm(live: Live) -> None:
-    async with asyncio.timeout(60):
-        while live.backend.stats().pressure.level or live.backend.stats().num_running:
-            await asyncio.sleep(0.1)
+    await eventually(lambda: not (live.backend.stats().pressure.level or live.backend.stats().num_running))
 
 
 @pytest.mark.soak

@@ -82,12 +82,14 @@ class S3Server:
             return False
         return True
 
-    def store(self, bucket: str) -> Any:
-        """One that reports every error within four seconds. A bucket is there once something was put."""
+    def store(self, bucket: str, timeout_s: int = 4) -> Any:
+        """One that reports every error within so many seconds. A bucket is there once something was put."""
         from obstore.store import S3Store
 
         config = {name.lower(): value for name, value in self.environment.items()}
-        return S3Store(bucket, config=config, client_options={"timeout": "4s"}, retry_config={"max_retries": 0})
+        return S3Store(
+            bucket, config=config, client_options={"timeout": f"{timeout_s}s"}, retry_config={"max_retries": 0}
+        )
 
     def kill(self) -> None:
         """SIGKILL: what it had not finished is lost."""
