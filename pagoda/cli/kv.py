@@ -152,11 +152,9 @@ def purge(
     if as_json:
         return print_json(answer)
     print(f"{answer['purged_blocks']:,} blocks purged")
-    late = [tier["tier"] for tier in answer.get("tiers", ()) if tier["purged_records"] is None]
-    for tier in answer.get("tiers", ()):
-        if tier["purged_records"] is not None:
-            print(f"{tier['tier']}: {tier['purged_records']:,} records purged")
-    if late:
+    for tier, count in answer.get("purged_records", {}).items():
+        print(f"{tier}: {count:,} records purged")
+    if late := answer.get("waiting_tiers"):
         raise RefusedError(f"not yet purged from: {', '.join(late)}. Purge again once they answer.")
 
 

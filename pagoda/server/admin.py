@@ -141,15 +141,15 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         if (fields.request_id is None) == (fields.tenant is None):
             raise InvalidRequest("say what to purge: a tenant or a request_id, and not both", param="tenant")
         count: int | None
-        tiers: list[dict[str, Any]] = []
+        tiers: dict[str, dict[str, int]] = {}
         if fields.request_id is not None:
             count = await engine.manage(partial(_purge_request, fields.request_id))
         elif fields.names_all:
             tenant = fields.tenant or ""
             is_known = tenant in ("", *await engine.manage(lambda cache: cache.tenants()))
             count, purge_of_tiers = await engine.manage(lambda cache: cache.purge_tenant(tenant))
-            tiers = [] if purge_of_tiers is None else await _purged(purge_of_tiers)
-            if not is_known and not any(tier["purged_records"] for tier in tiers):
+            tiers = {} if purge_of_tiers is None else await _purged(purge_of_tiers)
+            if not is_known and not any(any(counts.values()) for counts in tiers.values()):
                 raise HttpError(404, "tenant_not_found", f"This server has not seen a tenant {tenant[:100]!r}.")
             served.responses.drop(tenant)
             for named in served.caches.all_of(tenant):
@@ -161,7 +161,7 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
         await asyncio.to_thread(served.caches.save)
-        return JSONResponse({"purged_blocks": count} | ({"tiers": tiers} if tiers else {}))
+        return JSONResponse({"purged_blocks": count, **tiers})
 
     @router.post("/kv/publish")
     async def publish(request: Request) -> Response:
@@ -198,16 +198,16 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
     return router
 
 
-async def _purged(purge: Purge) -> list[dict[str, Any]]:
-    """What each tier had; `purged_records` is null for one that has not done it in some seconds.
+async def _purged(purge: Purge) -> dict[str, dict[str, int]]:
+    """What each tier had, and which have not done it in some seconds: counts, so that servers' answers can be added.
 
     The server goes on to try, and asks such a tier nothing for the tenant; once it ends, the purge has to be repeated.
     """
     deadline = time.monotonic() + _PURGE_WAIT_S
     while purge.waiting and time.monotonic() < deadline:
         await asyncio.sleep(_PURGE_GLANCE_S)
-    late = {lane.name: None for lane in list(purge.waiting)}
-    return [{"tier": name, "purged_records": count} for name, count in {**late, **purge.counts}.items()]
+    late = {lane.name: 1 for lane in list(purge.waiting)}
+    return {"purged_records": dict(purge.counts), "waiting_tiers": late}
 
 
 def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from pagoda import cli
+from pagoda.errors import TierUnavailable
+from pagoda.kv.tiers.disk import DiskTier
 
 from .conftest import Live
 from .test_cache_control import SYSTEM, ask, folder, serve
@@ -96,8 +98,8 @@ async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, 
         body = {"tenant": "acme"}
         answer = (await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)).json()
         assert answer["purged_blocks"] == 0  # they were in the tier alone
-        assert [tier["tier"] for tier in answer["tiers"]] == ["disk"]
-        assert answer["tiers"][0]["purged_records"] > 0
+        assert answer["purged_records"]["disk"] > 0
+        assert answer["waiting_tiers"] == {}
         for tenant in "acme", "stranger":  # there is nothing of either
             gone = await live.http.post("/v1/kv/purge", json={"tenant": tenant}, headers=ADMIN)
             assert gone.status_code == 404
@@ -110,6 +112,42 @@ async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, 
         assert tenants["bolt"]["disk"] > 0
         metrics = (await live.http.get("/metrics", headers=ADMIN)).text
         assert 'pagoda_tenant_tier_bytes{tenant="bolt",tier="disk"}' in metrics
+
+
+async def test_a_tier_that_does_not_answer_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pagoda.server.admin._PURGE_WAIT_S", 0.1)
+
+    def gone(*_: object) -> int:
+        raise TierUnavailable("not now")
+
+    async with serve(folder, admin_key="root", tiers=[f"disk:{tmp_path / 'kv'}:64MiB"]) as live:
+        await ask(live, "At dawn?")
+        monkeypatch.setattr(DiskTier, "_purge", gone)
+        answer = (await live.http.post("/v1/kv/purge", json={"tenant": "acme"}, headers=ADMIN)).json()
+        assert (answer["purged_records"], answer["waiting_tiers"]) == ({}, {"disk": 1})
+        stranger = await live.http.post("/v1/kv/purge", json={"tenant": "x"}, headers=ADMIN)
+        assert stranger.status_code == 200  # who knows
+        command = ["pagoda", "kv", "purge", "--tenant", "acme", "--yes", "--url", live.url, "--admin-key", "root"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit):
+            await asyncio.to_thread(cli.main)
+        assert "not yet purged from: disk" in capsys.readouterr().err
+
+
+async def test_a_lease_that_the_pool_has_no_room_for_is_held_by_a_tier(folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"admin_key": "root", "tiers": [f"disk:{tmp_path / 'kv'}:64MiB"], "lease_share": 0.0}
+    async with serve(folder, **settings) as live:
+        answer = await ask(live, "At dawn?", control={"type": "ephemeral"})
+        (lease,) = answer.model_extra["pagoda"]["leases"]
+        assert (lease["held_in"], lease["refused"]) == ("disk", None)
+        assert answer.usage.cache_creation_input_tokens == lease["leased_tokens"] > 0
+        (listed,) = (await live.http.get("/v1/kv/leases", headers=A)).json()["data"]
+        assert (listed["held_in"], listed["num_tokens"]) == ("disk", lease["leased_tokens"])
+        assert (await usage(live))["blocks"]["leased"] == 0
+    async with serve(folder, **settings) as live:
+        assert await hit(live, "At dawn?") > 0
 
 
 async def usage(live: Live) -> dict[str, Any]:
