@@ -51,6 +51,7 @@ METADATA = (
     "events",
     "lease",
     "observe",
+    "room",
     "view",
     *LEAVES,
 )
@@ -97,6 +98,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "computing": ("keys", "lease", "lineage", "radix_node"),
     "pool": ("layout",),
     "staging": ("layout", "pool"),
+    "room": ("layout",),
     "formats": ("layout",),
     "tiers": ("formats", "keys", "layout", "sizes", "tenants"),
     "speed": (),

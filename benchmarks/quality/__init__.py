@@ -6,6 +6,8 @@
     compare.py   two rows of logits -> KL divergence, negative log-likelihoods, agreement; bootstrap intervals
     suite.py     all engines over all cases, in step
     gsm8k.py     free answers to GSM8K questions: do they agree with the full run's?
+    speed.py     tokens a second after a long context
+    quantized_cache.py, quantized_side.py    the same through Transformers' QuantizedCache, in another environment
     report.py    table, JSON, PNG
 
 Everything goes through the engine: its scheduler, its cache, its paged kernels. A variant is a name and keyword

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality.tasks import Task, prose, source
+from benchmarks.quality.tasks import KINDS, Task, prose, source
 from benchmarks.texts import source_text
 from pagoda.model.tokenizer import Tokenizer
 
@@ -23,13 +23,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `units` of text are runs of that many tokens, for the bootstrap."""
+    """How much is measured. A `unit` of text is a run of that many tokens, for the bootstrap.
+
+    Of each kind of task and each of `lengths` there are so many of `contexts`, with `questions` about each.
+    """
 
     passages: int
     passage_tokens: int
     unit: int
+    kinds: tuple[str, ...]
     lengths: tuple[int, ...]
-    contexts: int
+    contexts: tuple[int, ...]
+    questions: int
     prompts: int
     prompt_tokens: int
     followed: int
@@ -38,10 +43,9 @@ class Size:
     gsm8k: int
 
 
-QUICK = Size(1, 1024, 32, (1024,), 2, 4, 128, 32, 1, 128, 8)
-# At least 500 of everything: 64 runs in each of 8 passages, 4 questions on each of 32 contexts of 4 lengths, 500
-# prompts.
-FULL = Size(8, 4096, 64, (1024, 2048, 4096, 8192), 32, 500, 256, 64, 4, 2000, 500)
+QUICK = Size(1, 1024, 32, KINDS, (1024,), (2,), 4, 4, 128, 32, 1, 128, 8)
+# At least 500 of everything: 64 runs in each of 8 passages, 504 questions of a kind, 500 prompts.
+FULL = Size(8, 4096, 64, KINDS, (1024, 2048, 4096, 8192), (32, 16, 10, 5), 8, 500, 128, 64, 4, 2000, 500)
 
 
 def corpora(extra: Path | None) -> dict[str, str]:
@@ -59,10 +63,10 @@ def passages(tokenizer: Tokenizer, text: str, count: int, length: int) -> list[C
     return [Case(tokens[first : first + length], 1, decode=False) for first in starts]
 
 
-def answers(task: Task, *, share: bool) -> list[Case]:
-    """One case a question: the answer is decoded, after all that is before it was a prompt."""
+def answers(task: Task, *, decode: bool, share: bool) -> list[Case]:
+    """One case a question, of which the answer's tokens are compared."""
     return [
-        Case(task.context + question + answer, len(task.context) + len(question), decode=True, share=share)
+        Case(task.context + question + answer, len(task.context) + len(question), decode=decode, share=share)
         for question, answer in task.questions
     ]
 

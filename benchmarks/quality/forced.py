@@ -4,8 +4,9 @@
     decode   the continuation is "generated" one token at a time, whatever the model would say       as served
 
 Both run the engine's own steps: what a token reads is what it would read in serving, blocks, formats and policies
-included. Only the decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler may
-be replaced by the token that is to come.
+included. Which keys are read quantized depends on positions alone, so of a KV format both show the same. Only the
+decoder's call is tapped: it is asked for more rows of logits, and what it hands to the sampler is replaced by the token
+that is to come.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Forced:
         self._forward = self._decoder.forward
         self._decoder.forward = self._tapped
         self._every_row = False
-        self._first_row = 0
+        self._first_row = 0  # the position of the first row whose logits are wanted
         self._to_come: Iterator[int] = iter(())
         self._seen: list[torch.Tensor] = []
         self._names = itertools.count()
@@ -59,7 +60,8 @@ class Forced:
             tokens: the whole sequence.
             start: at least 1; the first token whose logits are wanted.
             decode: one token at a time from `start` on, after a prompt of what is before.
-            share: whether the prompt may hit what earlier calls left in the cache. In chunks it does not.
+            share: whether the prompt may hit what earlier calls left in the cache. In chunks, they may not have left
+                all that is before `start`.
             blend: passages of the prompt, which must be cached already: one request runs at a time. They must end
                 before `start`: their rows may have no logits. What became of them is in `self.blend` afterwards.
             kv_policy: the request's; what it did is in `sparse` afterwards.
@@ -69,26 +71,24 @@ class Forced:
         """
         name = f"forced-{next(self._names)}"
         prompt = tokens[:start] if decode else tokens[:-1]
-        self._every_row, self._seen = not decode, []
-        self._first_row = 0 if blend is None else start - 1
+        self._every_row, self._first_row, self._seen = not decode, start - 1, []
         self._to_come = iter(tokens[start:] if decode else tokens[-1:])
         wish = None if kv_policy is None else parse_kv_policy(kv_policy)
         params = SamplingParams(max_tokens=len(tokens) - len(prompt), temperature=0.0, ignore_eos=True, kv_policy=wish)
         self.sparse = None
-        scope = Scope() if blend is not None or (decode and share) else Scope(salt=name)
+        scope = Scope() if share or blend is not None else Scope(salt=name)
         self.engine.core.add(name, list(prompt), params, scope=scope, blend=blend)
         self.blend = self.engine.core._requests[name].blend
-        position = start if decode else self._first_row + 1
+        position = start
         try:
             while self.engine.core.has_work:
                 for output in self.engine.core.step():
                     self.sparse = output.sparse
                 for logits in self._seen:
-                    skipped = max(0, start - position)
-                    if len(logits) > skipped:
-                        yield position + skipped, logits[skipped:]
+                    yield position, logits
                     position += len(logits)
                 self._seen.clear()
+            assert position == len(tokens), "a hit covers rows whose logits are wanted"
         finally:
             self.engine.core.abort(name)
 
@@ -107,12 +107,12 @@ class Forced:
         chosen[0, next(self._to_come)] = 0.0
         return chosen
 
-    def continuation(self, prompt: Sequence[int], length: int) -> list[int]:
-        """What the engine itself says after a prompt, greedily; the end of text does not end it."""
+    def continuations(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+        """What the engine itself says after prompts, greedily; the end of text does not end it."""
         params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         with self.free() as engine:
-            [out] = engine.generate([list(prompt)], params, scope=Scope(salt=f"own-{next(self._names)}"))
-        return list(out.completions[0].token_ids)
+            found = engine.generate([list(prompt) for prompt in prompts], params)
+        return [list(each.completions[0].token_ids) for each in found]
 
     @contextmanager
     def free(self) -> Iterator[Engine]:

@@ -1,17 +1,18 @@
-"""Free answers to GSM8K questions (Cobbe et al., arXiv:2110.14168): do they agree with the full run's?"""
+"""Free answers to GSM8K questions (Cobbe et al., arXiv:2110.14168): do they agree with the full run's, and how far?"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.compare import mean_of
+from benchmarks.quality.compare import Figure, mean_of
 from benchmarks.quality.forced import Forced
 from pagoda import SamplingParams
+from pagoda.engine.outputs import Completion
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _MAX_TOKENS = 160
@@ -31,20 +32,28 @@ def answer_in(text: str) -> str | None:
 
 
 def agreement(full: Forced, variants: Mapping[str, Forced], asked: list[tuple[str, str]]) -> dict[str, Any]:
-    """Share of answers that are right, and that are the full run's; with the share of identical texts."""
-    texts = _answers(full, asked)
-    report: dict[str, Any] = {"num_questions": len(asked), "right_full": asdict(_right(texts, asked)), "variants": {}}
+    """Share of answers that are right, and that are the full run's; how long texts stay identical, in tokens."""
+    given = _answers(full, asked)
+    report: dict[str, Any] = {"num_questions": len(asked), "right_full": asdict(_right(given, asked)), "variants": {}}
     for name, variant in variants.items():
         own = _answers(variant, asked)
+        both = list(zip(given, own, strict=True))
         report["variants"][name] = {
             "right": asdict(_right(own, asked)),
-            "same_answer": asdict(mean_of([[answer_in(a) == answer_in(b)] for a, b in zip(texts, own, strict=True)])),
-            "same_text": asdict(mean_of([[a == b] for a, b in zip(texts, own, strict=True)])),
+            "same_answer": asdict(mean_of([[answer_in(a.text) == answer_in(b.text)] for a, b in both])),
+            "same_text": asdict(mean_of([[a.text == b.text] for a, b in both])),
+            "mean_same": asdict(mean_of([[num_alike(a.token_ids, b.token_ids)] for a, b in both])),
         }
     return report
 
 
-def _answers(forced: Forced, asked: list[tuple[str, str]]) -> list[str]:
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens come before the first that differs."""
+    shorter = min(len(one), len(other))
+    return next((index for index in range(shorter) if one[index] != other[index]), shorter)
+
+
+def _answers(forced: Forced, asked: list[tuple[str, str]]) -> list[Completion]:
     tokenizer = forced.engine.tokenizer
     if tokenizer.has_chat_template:
         rendered = [tokenizer.render_chat([{"role": "user", "content": question}]) for question, _ in asked]
@@ -53,8 +62,8 @@ def _answers(forced: Forced, asked: list[tuple[str, str]]) -> list[str]:
         prompts = [tokenizer.encode(f"Question: {question}\nAnswer:") for question, _ in asked]
     params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, stop=("\nQuestion:",))
     with forced.free() as engine:
-        return [generation.text for generation in engine.generate(prompts, params)]
+        return [generation.completions[0] for generation in engine.generate(prompts, params)]
 
 
-def _right(texts: list[str], asked: list[tuple[str, str]]) -> Any:
-    return mean_of([[answer_in(text) == answer] for text, (_, answer) in zip(texts, asked, strict=True)])
+def _right(given: list[Completion], asked: list[tuple[str, str]]) -> Figure:
+    return mean_of([[answer_in(each.text) == answer] for each, (_, answer) in zip(given, asked, strict=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,11 @@ def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print everything that was measured."""
-    for corpus, variants in report.get("text", {}).items():
-        table = Table(
-            "variant", "KL, nats", "perplexity change", "same first choice", "tokens", title=f"text: {corpus}"
-        )
-        for name, one in variants.items():
-            table.add_row(
-                name,
-                interval(one["kl"], "{:.2e}"),
-                interval(one["perplexity_change"], "{:+.3%}"),
-                interval(one["top1_agreement"], "{:.2%}"),
-                f"{one['num_tokens']:,}",
-            )
-        console.print(table)
-    if report.get("tasks"):
-        table = Table("task", "tokens", "n", "full: right", "counts", title="tasks")
-        for name in report["variants"]:
-            table.add_column(f"{name}: right")
-            table.add_column("answer NLL change")
-        for task in report["tasks"]:
-            row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"])]
-            row += [interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
-            for one in task["variants"].values():
-                row += [f"{one['exact_match']['value']:.0%}", interval(one["answer_nll_change"], "{:+.3f}")]
-            table.add_row(*row)
-        console.print(table)
+    for title, part in (("", report), ("Transformers' QuantizedCache, ", report.get("quantized_cache", {}))):
+        for corpus, variants in part.get("text", {}).items():
+            console.print(_text(f"{title}text: {corpus}", variants))
+        if part.get("tasks"):
+            console.print(_tasks(f"{title}tasks", part["tasks"]))
     if "divergence" in report:
         table = Table(
             "variant", "never parts", "tokens the same", title=f"greedy, {report['divergence']['followed']} tokens"
@@ -63,11 +43,50 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             table.add_row(name, *[f"{mean:.1e}" for mean in means])
         console.print(table)
     if "gsm8k" in report:
-        table = Table("variant", "right", "same answer", "same text", title="GSM8K")
-        table.add_row("full", interval(report["gsm8k"]["right_full"], "{:.1%}"), "", "")
+        table = Table("variant", "right", "same answer", "same text", "tokens the same", title="GSM8K")
+        table.add_row("full", interval(report["gsm8k"]["right_full"], "{:.1%}"), "", "", "")
         for name, one in report["gsm8k"]["variants"].items():
-            table.add_row(name, *[interval(one[key], "{:.1%}") for key in ("right", "same_answer", "same_text")])
+            shares = [interval(one[key], "{:.1%}") for key in ("right", "same_answer", "same_text")]
+            table.add_row(name, *shares, interval(one["mean_same"], "{:.1f}"))
         console.print(table)
+    if "decoding" in report:
+        length = report["decoding"]["num_context_tokens"]
+        table = Table("", "variant", "tokens a second", title=f"decoding after {length:,} tokens")
+        for name, rate in report["decoding"]["tokens_per_s"].items():
+            table.add_row("Pagoda", name, f"{rate:.1f}")
+        beside = report.get("quantized_cache", {})
+        for name, rate in beside.get("tokens_per_s", {}).items():
+            table.add_row("Transformers", name, f"{rate:.1f}")
+        for name, error in beside.get("failed", {}).items():
+            table.add_row("Transformers", name, f"cannot run here: {error}")
+        console.print(table)
+
+
+def _text(title: str, variants: Mapping[str, Any]) -> Table:
+    table = Table("variant", "KL, nats", "perplexity change", "same first choice", "tokens", title=title)
+    for name, one in variants.items():
+        table.add_row(
+            name,
+            interval(one["kl"], "{:.2e}"),
+            interval(one["perplexity_change"], "{:+.3%}"),
+            interval(one["top1_agreement"], "{:.2%}"),
+            f"{one['num_tokens']:,}",
+        )
+    return table
+
+
+def _tasks(title: str, tasks: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("task", "tokens", "n", "full: right", "counts", title=title)
+    for name in tasks[0]["variants"]:
+        table.add_column(f"{name}: right")
+        table.add_column("answer NLL change")
+    for task in tasks:
+        row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"])]
+        row += [interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
+        for one in task["variants"].values():
+            row += [f"{one['exact_match']['value']:.0%}", interval(one["answer_nll_change"], "{:+.3f}")]
+        table.add_row(*row)
+    return table
 
 
 def interval(figure: Mapping[str, float], form: str) -> str:

@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.quality.cases import Case, Size, answers, passages, prompts
 from benchmarks.quality.compare import Compared, Figure, mean_of, pieces
 from benchmarks.quality.forced import Forced
-from benchmarks.quality.tasks import KINDS, tasks
+from benchmarks.quality.tasks import Task, tasks
 
 Tell = Callable[[str], None]
 PASSES = 0.7  # a task says something about a variant only if the full run masters it
+
+
+def distance(read: Sequence[Compared], unit: int) -> dict[str, Any]:
+    """Figures of texts that were read, with intervals from resampling runs of `unit` tokens."""
+
+    def mean(values: Callable[[Compared], Sequence[float]]) -> Figure:
+        return mean_of([piece for each in read for piece in pieces(values(each), unit)])
+
+    change = mean(lambda each: np.subtract(each.nll, each.nll_full).tolist())
+    return {
+        "kl": asdict(mean(lambda each: each.kl)),
+        "perplexity_full": float(np.exp(mean(lambda each: each.nll_full).value)),
+        "perplexity_change": asdict(change.through(lambda nats: float(np.expm1(nats)))),
+        "top1_agreement": asdict(mean(lambda each: each.agrees)),
+        "num_tokens": sum(len(each.kl) for each in read),
+    }
+
+
+def answered(contexts: Sequence[Sequence[Mapping[str, Compared]]]) -> dict[str, Any]:
+    """Figures of the answers to the questions about contexts, with intervals from resampling contexts.
+
+    Args:
+        contexts: of each context, for each question, each variant's answer by name.
+    """
+
+    def mean(name: str, value: Callable[[Compared], float]) -> Figure:
+        return mean_of([[value(question[name]) for question in questions] for questions in contexts])
+
+    names = list(contexts[0][0])
+    full = mean(names[0], lambda each: all(each.right_full))
+    return {
+        "num_questions": sum(map(len, contexts)),
+        "exact_match_full": asdict(full),
+        "answer_nll_full": asdict(mean(names[0], lambda each: sum(each.nll_full))),
+        "counts": full.value >= PASSES,
+        "variants": {
+            name: {
+                "exact_match": asdict(mean(name, lambda each: all(each.right))),
+                "exact_match_change": asdict(mean(name, lambda each: all(each.right) - all(each.right_full))),
+                "answer_nll_change": asdict(mean(name, lambda each: sum(each.nll) - sum(each.nll_full))),
+            }
+            for name in names
+        },
+    }
+
+
+def at_once(read: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """What `Forced.read` yields, as one piece."""
+    found = list(read)
+    yield found[0][0], torch.cat([logits for _, logits in found])
 
 
 class Suite:
@@ -27,12 +78,22 @@ class Suite:
         tell: called with what comes next.
         share: whether questions about one context share its KV in the prefix cache. A policy that scores tokens while
             it computes a prompt sees less of it after a hit: measure such without.
+        decode: whether answers and outputs are read one token at a time, as they are served. It takes several times as
+            long, and shows of a KV format what reading them in chunks does.
     """
 
     def __init__(
-        self, full: Forced, variants: Mapping[str, Forced], size: Size, *, tell: Tell, share: bool = True
+        self,
+        full: Forced,
+        variants: Mapping[str, Forced],
+        size: Size,
+        *,
+        tell: Tell,
+        share: bool = True,
+        decode: bool = False,
     ) -> None:
-        self.full, self.variants, self.size, self.tell, self.share = full, variants, size, tell, share
+        self.full, self.variants, self.size, self.tell = full, variants, size, tell
+        self.share, self.decode = share, decode
         self.tokenizer = full.engine.tokenizer
         self.max_len = min(engine.engine.max_model_len for engine in (full, *variants.values()))
 
@@ -41,6 +102,8 @@ class Suite:
         found = {name: Compared() for name in self.variants}
         engines = [self.full, *self.variants.values()]
         reads = [each.read(case.tokens, case.start, decode=case.decode, share=case.share) for each in engines]
+        if case.share:  # formats differ in where a hit ends, and so in where chunks do
+            reads = [at_once(read) for read in reads]
         for (position, full), *others in zip(*reads, strict=True):
             tokens = case.tokens[position : position + len(full)]
             for compared, (at, logits) in zip(found.values(), others, strict=True):
@@ -48,83 +111,54 @@ class Suite:
                 compared.add(full, logits, tokens)
         return found
 
-    def text(self, corpora: Mapping[str, str]) -> dict[str, Any]:
-        """KL divergence, perplexity change and agreement on real text, read in chunks."""
-        report: dict[str, Any] = {}
-        for corpus, text in corpora.items():
-            length = min(self.size.passage_tokens, self.max_len)
-            read: dict[str, list[Compared]] = {name: [] for name in self.variants}
-            for number, case in enumerate(passages(self.tokenizer, text, self.size.passages, length), start=1):
-                self.tell(f"text: {corpus} {number}/{self.size.passages}, {len(case.tokens)} tokens")
-                for name, compared in self.compare(case).items():
-                    read[name].append(compared)
-            report[corpus] = {name: self._distance(each) for name, each in read.items()}
-        return report
+    def text(self, corpus: str, text: str) -> Iterator[dict[str, Any]]:
+        """Distances on real text that is read in chunks: after each passage, of all so far."""
+        read: dict[str, list[Compared]] = {name: [] for name in self.variants}
+        for number, case in enumerate(self.passages(text), start=1):
+            self.tell(f"text: {corpus} {number}/{self.size.passages}, {len(case.tokens)} tokens")
+            for name, compared in self.compare(case).items():
+                read[name].append(compared)
+            yield {name: distance(each, self.size.unit) for name, each in read.items()}
 
-    def _distance(self, read: Sequence[Compared]) -> dict[str, Any]:
-        def mean(values: Callable[[Compared], Sequence[float]]) -> Figure:
-            return mean_of([piece for each in read for piece in pieces(values(each), self.size.unit)])
+    def passages(self, text: str) -> list[Case]:
+        """What is read of a text."""
+        return passages(self.tokenizer, text, self.size.passages, min(self.size.passage_tokens, self.max_len))
 
-        change = mean(lambda each: np.subtract(each.nll, each.nll_full).tolist())
-        return {
-            "kl": asdict(mean(lambda each: each.kl)),
-            "perplexity_full": float(np.exp(mean(lambda each: each.nll_full).value)),
-            "perplexity_change": asdict(change.through(lambda nats: float(np.expm1(nats)))),
-            "top1_agreement": asdict(mean(lambda each: each.agrees)),
-            "num_tokens": sum(len(each.kl) for each in read),
-        }
+    def tasks(self, kind: str) -> Iterator[list[Task]]:
+        """The contexts of a kind, for each length those of that length."""
+        for length, count in zip(self.size.lengths, self.size.contexts, strict=True):
+            fits = min(length, self.max_len - 64)
+            self.tell(f"task: {kind}, {fits} tokens, {count} contexts")
+            yield list(tasks(self.tokenizer, kind, fits, count, questions=self.size.questions))
 
-    def recall(self) -> list[dict[str, Any]]:
-        """Tasks of every kind and length: who answers right, and how surprising the right answer is.
+    def recall(self, kind: str) -> list[dict[str, Any]]:
+        """For each length of a kind of task: who answers right, and how surprising the right answer is.
 
-        The lengths of a kind that count are reported together as well, as length None.
+        The lengths that count are reported together as well, as length None.
         """
         report: list[dict[str, Any]] = []
-        for kind in KINDS:
-            counted: list[Sequence[Mapping[str, Compared]]] = []
-            for length in self.size.lengths:
-                fits = min(length, self.max_len - 64)
-                self.tell(f"task: {kind}, {fits} tokens, {self.size.contexts} contexts")
-                contexts = [
-                    [self.compare(case) for case in answers(task, share=self.share)]
-                    for task in tasks(self.tokenizer, kind, fits, self.size.contexts)
-                ]
-                report.append({"kind": kind, "length": fits, **self._answers(contexts)})
-                counted += contexts if report[-1]["counts"] else []
-            if counted:
-                report.append({"kind": kind, "length": None, **self._answers(counted)})
+        counted: list[Sequence[Mapping[str, Compared]]] = []
+        for asked in self.tasks(kind):
+            contexts = [
+                [self.compare(case) for case in answers(task, decode=self.decode, share=self.share)] for task in asked
+            ]
+            report.append({"kind": kind, "length": asked[0].length, **answered(contexts)})
+            counted += contexts if report[-1]["counts"] else []
+        if counted:
+            report.append({"kind": kind, "length": None, **answered(counted)})
         return report
-
-    def _answers(self, contexts: Sequence[Sequence[Mapping[str, Compared]]]) -> dict[str, Any]:
-        def mean(name: str, value: Callable[[Compared], float]) -> Figure:
-            return mean_of([[value(question[name]) for question in questions] for questions in contexts])
-
-        any_name = next(iter(self.variants))
-        full = mean(any_name, lambda each: all(each.right_full))
-        return {
-            "num_questions": sum(map(len, contexts)),
-            "exact_match_full": asdict(full),
-            "answer_nll_full": asdict(mean(any_name, lambda each: sum(each.nll_full))),
-            "counts": full.value >= PASSES,
-            "variants": {
-                name: {
-                    "exact_match": asdict(mean(name, lambda each: all(each.right))),
-                    "exact_match_change": asdict(mean(name, lambda each: all(each.right) - all(each.right_full))),
-                    "answer_nll_change": asdict(mean(name, lambda each: sum(each.nll) - sum(each.nll_full))),
-                }
-                for name in self.variants
-            },
-        }
 
     def follow(self, count: int, followed: int, what: str) -> dict[str, list[Compared]]:
         """Every variant made to say, token by token, what the full run said of its own accord."""
         found: dict[str, list[Compared]] = {name: [] for name in self.variants}
         room = self.max_len - followed
-        for number, prompt in enumerate(prompts(self.tokenizer, count, min(self.size.prompt_tokens, room)), start=1):
+        asked = prompts(self.tokenizer, count, min(self.size.prompt_tokens, room))
+        self.tell(f"{what}: the full run's {followed} tokens after {count} prompts")
+        said = self.full.continuations(asked, followed)
+        for number, (prompt, answer) in enumerate(zip(asked, said, strict=True), start=1):
             if number == 1 or number % 25 == 0:
-                self.tell(f"{what}: prompt {number}/{count}, {followed} tokens")
-            said = self.full.continuation(prompt, followed)
-            for name, compared in self.compare(Case(prompt + said, len(prompt), decode=True)).items():
+                self.tell(f"{what}: prompt {number}/{count}")
+            for name, compared in self.compare(Case(prompt + answer, len(prompt), decode=self.decode)).items():
                 found[name].append(compared)
         return found
 

@@ -6,7 +6,8 @@
     chat        something a user said many turns ago                         "Your dog's name is" -> Rex
 
 Questions are the beginning of a sentence that the text has already said, so that a model without any training for
-instructions can go on. A context carries several questions, which share its KV in the prefix cache.
+instructions can go on. A context carries several questions, which share its KV in the prefix cache: as many as are
+asked for, but no more than there are facts of a kind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import cache
 
 from pagoda.model.tokenizer import Tokenizer
 
-QUESTIONS = 4  # about each context
+QUESTIONS = 4  # about each context, unless told otherwise
 _PLACES = ("harbour", "library", "observatory", "bakery", "orchard", "theatre", "museum", "station", "castle", "mill")
 _WORDS = ("copper", "silver", "velvet", "thunder", "pepper", "candle", "marble", "ribbon", "saddle", "lemon", "anchor")
 _FACTS = (
@@ -71,26 +72,28 @@ def source() -> tuple[str, ...]:
     return tuple(part for part in text.split("\n\n\n") if 80 < len(part) < 1500)
 
 
-def tasks(tokenizer: Tokenizer, kind: str, length: int, count: int, *, seed: int = 0) -> Iterator[Task]:
+def tasks(
+    tokenizer: Tokenizer, kind: str, length: int, count: int, *, questions: int = QUESTIONS, seed: int = 0
+) -> Iterator[Task]:
     """`count` contexts of one kind and about `length` tokens."""
     for index in range(count):
         rng = random.Random(f"{kind} {length} {seed} {index}")
-        yield _MAKERS[kind](tokenizer, length, rng)
+        yield _MAKERS[kind](tokenizer, length, rng, questions)
 
 
-def _needle(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {fact: str(rng.randrange(1000, 10000)) for fact in rng.sample(_FACTS, QUESTIONS)}
+def _needle(tokenizer: Tokenizer, length: int, rng: random.Random, questions: int) -> Task:
+    facts = {fact: str(rng.randrange(1000, 10000)) for fact in _sample(rng, _FACTS, questions)}
     return _in_text(tokenizer, "needle", length, rng, prose(), facts, "{} {}.")
 
 
-def _multi_key(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    places, words = rng.sample(_PLACES, QUESTIONS), rng.sample(_WORDS, QUESTIONS)
-    facts = {f"Remember the code {place}": word for place, word in zip(places, words, strict=True)}
+def _multi_key(tokenizer: Tokenizer, length: int, rng: random.Random, questions: int) -> Task:
+    places, words = _sample(rng, _PLACES, questions), _sample(rng, _WORDS, questions)
+    facts = {f"Remember the code {place}": word for place, word in zip(places, words, strict=False)}
     return _in_text(tokenizer, "multi_key", length, rng, prose(), facts, "{} {}.")
 
 
-def _variables(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    names = rng.sample(_VARIABLES, QUESTIONS)
+def _variables(tokenizer: Tokenizer, length: int, rng: random.Random, questions: int) -> Task:
+    names = _sample(rng, _VARIABLES, questions)
     values = [str(rng.randrange(1000, 10000)) for _ in range(len(names) // 2)]
     lines = []
     for first, second, value in zip(names[::2], names[1::2], values, strict=True):
@@ -148,8 +151,8 @@ def _filler(tokenizer: Tokenizer, texts: Sequence[str], length: int, rng: random
     return chosen
 
 
-def _chat(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
-    facts = {topic: rng.choice(_PERSONAL[topic]) for topic in rng.sample(sorted(_PERSONAL), QUESTIONS)}
+def _chat(tokenizer: Tokenizer, length: int, rng: random.Random, questions: int) -> Task:
+    facts = {topic: rng.choice(_PERSONAL[topic]) for topic in _sample(rng, sorted(_PERSONAL), questions)}
     told = [
         {"role": "user", "content": f"Please remember this: my {topic} is {answer}."} for topic, answer in facts.items()
     ]
@@ -179,11 +182,15 @@ def _chat(tokenizer: Tokenizer, length: int, rng: random.Random) -> Task:
     return Task("chat", length, context, questions)
 
 
+def _sample(rng: random.Random, facts: Sequence[str], count: int) -> list[str]:
+    return rng.sample(facts, min(count, len(facts)))
+
+
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-_MAKERS: dict[str, Callable[[Tokenizer, int, random.Random], Task]] = {
+_MAKERS: dict[str, Callable[[Tokenizer, int, random.Random, int], Task]] = {
     "needle": _needle,
     "multi_key": _multi_key,
     "variables": _variables,

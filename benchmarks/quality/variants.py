@@ -31,8 +31,12 @@ class Variant:
 
 
 FULL = Variant("full", {"dtype": "bfloat16"})
-# The first must measure exactly zero, and the second shows how much rounding to BF16 costs by itself.
-ALWAYS = (Variant("bf16 again", {"dtype": "bfloat16"}), Variant("fp32", {"dtype": "float32"}))
+
+
+def references(dtype: str) -> list[Variant]:
+    """What every run measures: the full run again is exactly zero; FP32 is what rounding to BF16 costs by itself."""
+    again = Variant("again", {"dtype": dtype})
+    return [again] if dtype == "float32" else [again, Variant("fp32", {"dtype": "float32"})]
 
 
 def open_engine(model: str, variant: Variant, *, token_budget: int, max_model_len: int | None) -> Engine:

@@ -19,7 +19,7 @@ from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import Adapters, adapted
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.memory import make_pool, safe_kv_memory
+from pagoda.engine.memory import make_pool, safe_kv_memory, staged_memory
 from pagoda.engine.outputs import Completion, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.pressure.config import PressureConfig
@@ -177,7 +177,7 @@ class Engine:
         self.weights_identity = loaded.weights_identity
         layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype, kv_format, kv_skip_layers)
         per_user = layout.blocks_for(loaded.spec.max_context)
-        useful = per_user * max_num_seqs * layout.pool_block_bytes
+        useful = per_user * max_num_seqs * layout.pool_block_bytes + staged_memory(layout, self.config)
         num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}

@@ -9,6 +9,7 @@ from pagoda.engine.process_memory import available_memory
 from pagoda.errors import ConfigError
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
+from pagoda.kv.room import most_open, split_room
 from pagoda.kv.sizes import format_size
 from pagoda.kv.staging import StagedPool
 
@@ -23,26 +24,25 @@ def safe_kv_memory(useful: int, num_engines: int = 1) -> int:
     return min(useful, int(available_memory() * _SAFE_FRACTION / num_engines))
 
 
+def staged_memory(layout: KVLayout, config: EngineConfig) -> int:
+    """Bytes of the copies of blocks that are being filled, beside the pool's blocks; 0 if the layout stages none."""
+    staged = layout.staged
+    return 0 if staged is None else most_open(layout, config.max_num_seqs, config.token_budget) * staged.pool_block_bytes
+
+
 def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: torch.device) -> BlockPool:
     """A pool of so many bytes, the copies of the blocks that are being filled included if the layout stages them.
-
-    Each running sample fills a block, and the chunks of prompts of a step fill those they reach into.
 
     Raises:
         ConfigError: it would hold no sequence, or there is no such memory.
     """
-    staged, groups = layout.staged, len(layout.groups)
-    num_blocks, num_staged = num_bytes // layout.pool_block_bytes, 0
-    if staged is not None:
-        most = groups * (config.max_num_seqs + -(-config.token_budget // config.block_size))
-        each_staged = num_bytes // (layout.pool_block_bytes + staged.pool_block_bytes)
-        num_blocks = max(each_staged, (num_bytes - most * staged.pool_block_bytes) // layout.pool_block_bytes)
-        num_staged = min(num_blocks, most)
-    if num_blocks < 2 * groups:
+    num_open = most_open(layout, config.max_num_seqs, config.token_budget)
+    num_blocks, num_staged = split_room(layout, num_bytes, num_open)
+    if num_blocks < 2 * len(layout.groups):
         raise ConfigError(
             f"{format_size(num_bytes)} of KV memory is too little: a block of {layout.block_size} tokens "
             f"takes {format_size(layout.pool_block_bytes)}"
         )
-    if staged is None:
+    if layout.staged is None:
         return BlockPool(layout, num_blocks, device=device)
-    return StagedPool(layout, staged, num_blocks, num_staged, device=device)
+    return StagedPool(layout, layout.staged, num_blocks, num_staged, device=device)

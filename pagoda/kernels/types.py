@@ -79,6 +79,11 @@ class KVView:
             staging,
         )
 
+    def parts(self) -> list[torch.Tensor]:
+        """All tensors of the pool that this has, but not what is staged."""
+        found = (self.keys, self.values, self.key_scales, self.value_scales, self.key_zeros, self.value_zeros)
+        return [part for part in found if part is not None]
+
     @property
     def key_format(self) -> str:
         """The kv_format of the keys."""

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
+from pagoda.kv.room import most_open, split_room
 from pagoda.plan.footprint import Footprint, without_sharing_heads, without_windows
 from pagoda.plan.hardware import Hardware, TierPlan
 from pagoda.plan.shape import ModelShape
 from pagoda.plan.work import Machine
 
 DEVICE_COUNTS = (1, 2, 4, 8)  # of one copy of a model: what is in one machine
+MAX_NUM_SEQS, TOKEN_BUDGET = 64, 512  # of the engine, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +116,21 @@ def room(machine: Machine, utilization: float) -> Room:
 
 
 def num_tokens(footprint: Footprint, kv_bytes: float) -> int:
-    """Tokens whose KV fits, if every layer keeps all of them."""
-    blocks = max(0, int(kv_bytes // footprint.block_bytes))
-    return blocks // len(footprint.layout.groups) * footprint.layout.block_size
+    """Tokens whose KV fits, if every layer keeps all of them, beside copies of the blocks that are being filled."""
+    layout = footprint.layout
+    blocks, _ = split_room(
+        layout, max(0, int(kv_bytes / footprint.copies)), most_open(layout, MAX_NUM_SEQS, TOKEN_BUDGET)
+    )
+    return blocks // len(layout.groups) * layout.block_size
 
 
 def num_users(footprint: Footprint, kv_bytes: float, work: Workload) -> int:
-    """Requests that run at once, each at its full context."""
-    blocks = int(kv_bytes // footprint.block_bytes) - footprint.shared_blocks(work.context, work.shared)
-    return max(0, blocks // max(1, footprint.blocks(work.context, work.shared)))
+    """Requests that run at once, each at its full context, and each filling a block of each layer group."""
+    copies = most_open(footprint.layout, 0, TOKEN_BUDGET) * footprint.staged_bytes
+    shared = footprint.shared_blocks(work.context, work.shared) * footprint.block_bytes
+    each = max(1, footprint.blocks(work.context, work.shared)) * footprint.block_bytes
+    each += len(footprint.layout.groups) * footprint.staged_bytes
+    return max(0, int((kv_bytes - copies - shared) // each))
 
 
 def techniques(

@@ -49,6 +49,11 @@ class Footprint:
         """Bytes of a block of one layer group, padding included, on all devices together."""
         return self.layout.pool_block_bytes * self.copies
 
+    @property
+    def staged_bytes(self) -> float:
+        """Bytes of the full copy of a block that is being filled, on all devices together; 0 if there is none."""
+        return 0 if self.layout.staged is None else self.layout.staged.pool_block_bytes * self.copies
+
     def terms(self) -> list[GroupTerm]:
         """Bytes per token by attention kind."""
         found = []

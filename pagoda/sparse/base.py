@@ -133,6 +133,8 @@ class SparsePolicy(Protocol):
     name: ClassVar[str]
     bounds_prefill: ClassVar[bool]
     """Whether memory can be bounded while the prompt is computed, so that it may be longer than memory."""
+    only_copies: ClassVar[bool]
+    """Whether entries are copied as they are stored, and never turned or looked at: then they may be codes."""
 
     @property
     def budget(self) -> Budget: ...  # noqa: D102

@@ -43,6 +43,7 @@ class Dropping(Settings):
     """
 
     bounds_prefill: ClassVar[bool] = True
+    only_copies: ClassVar[bool] = True
     compresses_output: ClassVar[bool] = True
     packs_positions: ClassVar[bool] = False
     """Whether rotary positions are those in the cache: entries stand close together, whatever was between them."""

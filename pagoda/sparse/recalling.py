@@ -29,6 +29,7 @@ class Recalling(Settings):
     """
 
     bounds_prefill: ClassVar[bool] = False
+    only_copies: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     recent: int = 16
 

@@ -3,7 +3,8 @@
     entry j of a request in a layer    block table[j // block_size], offset j % block_size, for every KV head
     keep [num_kv_heads, n]             entry keep[h, i] becomes entry i of head h: one gather, one scatter
 
-A key can be turned to another rotary position, because rotations add up; what YaRN multiplies them with stays as it is.
+An entry that is quantized by itself is moved as its codes and scales, and so never quantized again. A key can be
+turned to another rotary position, because rotations add up; what YaRN multiplies them with stays as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SparseMemory:
 
     def _gather(self, part: torch.Tensor, table: BlockIds, keep: torch.Tensor) -> torch.Tensor:
         blocks, offsets = self._at(table, keep)
-        return part[blocks, torch.arange(len(keep), device=keep.device)[:, None], offsets]
+        return _indexable(part)[blocks, torch.arange(len(keep), device=keep.device)[:, None], offsets]
 
     def write_keys(self, layer: int, table: BlockIds, first: int, keys: torch.Tensor) -> None:
         """Overwrite the keys of entries from `first` on with `[num_kv_heads, n, head_dim]`. Mutates the pool."""
@@ -66,6 +67,7 @@ class SparseMemory:
     def _scatter(self, part: torch.Tensor, table: BlockIds, first: int, rows: torch.Tensor) -> None:
         blocks, offsets = self._at(table, torch.arange(first, first + rows.shape[1], device=rows.device))
         heads = torch.arange(rows.shape[0], device=rows.device)[:, None]
+        part = _indexable(part)
         part[blocks[None], heads, offsets[None]] = rows.to(part.dtype)
 
     def _at(self, table: BlockIds, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,11 +79,12 @@ class SparseMemory:
     def move(self, layer: int, old: BlockIds, new: BlockIds, keep: torch.Tensor, first: int = 0) -> None:
         """Let entry `first + i` of head `h` in table `new` be what entry `keep[h, i]` is in `old`. Mutates the pool.
 
-        The tables may have blocks in common: all is read before anything is written.
+        The tables may have blocks in common: all is read before anything is written. Keys must not be staged.
         """
-        keys, values = self.keys(layer, old, keep), self.values(layer, old, keep)
-        self._scatter(self.views[layer].keys, new, first, keys)
-        self._scatter(self.views[layer].values, new, first, values)
+        parts = self.views[layer].parts()
+        rows = [self._gather(part, old, keep) for part in parts]
+        for part, moved in zip(parts, rows, strict=True):
+            self._scatter(part, new, first, moved)
 
     def turned(self, layer: int, keys: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
         """Keys turned by so many rotary positions, in float32.
@@ -104,3 +107,8 @@ class SparseMemory:
         old = keys[ids]  # [blocks, heads, block_size, head_dim]
         turned = self.turned(layer, old.flatten(0, 1), by)
         keys[ids] = turned.view(old.shape).to(keys.dtype)
+
+
+def _indexable(part: torch.Tensor) -> torch.Tensor:
+    """The same memory: torch indexes no float8."""
+    return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part

@@ -32,6 +32,7 @@ class Streaming(Dropping):
 
     name: ClassVar[str] = "streaming"
     packs_positions: ClassVar[bool] = True
+    only_copies: ClassVar[bool] = False
     sinks: int = _SINKS
 
     def __post_init__(self) -> None:

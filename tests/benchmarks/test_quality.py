@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +15,20 @@ import torch
 from rich.console import Console
 
 from benchmarks.quality import gsm8k
+from benchmarks.quality.__main__ import measure, resized
 from benchmarks.quality.cases import Case, Size, answers, passages
 from benchmarks.quality.compare import Compared, mean_of, pieces
 from benchmarks.quality.forced import Forced
 from benchmarks.quality.report import show, write
 from benchmarks.quality.suite import Suite
-from benchmarks.quality.tasks import KINDS, tasks
+from benchmarks.quality.tasks import KINDS, QUESTIONS, tasks
 from benchmarks.quality.variants import Variant, open_engine
 from pagoda.model.tokenizer import Tokenizer
 from tests.model import models, tokenizers_made_here
 from tests.model.paged import PagedRun
 
 TOKENIZER = tokenizers_made_here.byte_level()
-SIZE = Size(2, 64, 16, (500,), 1, 2, 24, 12, 1, 24, 2)
+SIZE = Size(2, 64, 16, KINDS, (500,), (1,), 4, 2, 24, 12, 1, 24, 2)
 TOKENS = np.random.default_rng(3).integers(3, 300, 90).tolist()
 
 
@@ -77,6 +81,11 @@ def suite(full: Forced, **variants: Forced) -> Suite:
     return Suite(full, variants, SIZE, tell=lambda what: None)
 
 
+def whole(pieces: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """The last of what is measured piece by piece."""
+    return list(pieces)[-1]
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_what_is_read_has_the_models_own_logits(folder: Path, decode: bool) -> None:
     forced = opened(folder)
@@ -92,6 +101,27 @@ def test_what_is_read_has_the_models_own_logits(folder: Path, decode: bool) -> N
     assert not forced.engine.core.has_work
 
 
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
+def test_what_follows_a_hit_is_the_same_in_chunks_and_decoded(llama: Path, kv_format: str) -> None:
+    forced = opened(llama, kv_format=kv_format)
+    context, questions = TOKENS[:60], [TOKENS[60:75], TOKENS[75:]]
+    for question in questions:
+        tokens = context + question
+        shared = list(forced.read(tokens, 66, decode=False, share=True))
+        served = list(forced.read(tokens, 66, decode=True))
+        assert shared[0][0] == served[0][0] == 66
+        apart = torch.cat([each for _, each in shared]) - torch.cat([each for _, each in served])
+        assert apart.abs().max() < 1e-3
+    assert forced.engine.core.cache.stats.num_hit_tokens == 60
+
+
+def test_rows_that_a_hit_covers_have_no_logits(llama: Path) -> None:
+    forced = opened(llama)
+    list(forced.read(TOKENS, 66, decode=False, share=True))
+    with pytest.raises(AssertionError, match="a hit covers"):
+        list(forced.read(TOKENS, 66, decode=False, share=True))
+
+
 def test_reading_that_is_broken_off_leaves_nothing_behind(folder: Path) -> None:
     forced = opened(folder)
     reading = forced.read(TOKENS, 1, decode=False)
@@ -103,7 +133,7 @@ def test_reading_that_is_broken_off_leaves_nothing_behind(folder: Path) -> None:
 
 def test_a_continuation_is_what_the_engine_says(folder: Path) -> None:
     forced = opened(folder)
-    said = forced.continuation(TOKENS, 10)
+    [said, _] = forced.continuations([TOKENS, TOKENS[:30]], 10)
     compared = suite(forced, same=opened(folder)).compare(Case(TOKENS + said, len(TOKENS), decode=True))["same"]
     assert compared.right == compared.right_full == [True] * 10
     assert compared.first_divergence is None
@@ -113,11 +143,11 @@ def test_no_difference_is_exactly_zero_and_noise_rises(llama: Path) -> None:
     scales = {"same": 0.0, "little": 0.01, "more": 0.1, "much": 1.0}
     variants = {name: noisy(opened(llama), scale) if scale else opened(llama) for name, scale in scales.items()}
     measured = suite(opened(llama), **variants)
-    texts = {"corpus": " ".join(tokenizers_made_here.CORPUS)}
-    kl = {name: one["kl"]["value"] for name, one in measured.text(texts)["corpus"].items()}
+    text = " ".join(tokenizers_made_here.CORPUS)
+    kl = {name: one["kl"]["value"] for name, one in whole(measured.text("corpus", text)).items()}
     assert kl["same"] == 0.0
     assert 0 < kl["little"] < 0.2 * kl["more"] < 0.2 * 0.5 * kl["much"]
-    exact = measured.text(texts)["corpus"]["same"]
+    exact = whole(measured.text("corpus", text))["same"]
     assert exact["perplexity_change"]["value"] == exact["perplexity_change"]["high"] == 0.0
     assert exact["top1_agreement"]["value"] == 1.0
     accumulated = measured.accumulation()
@@ -132,7 +162,7 @@ def test_the_whole_report(llama: Path, tmp_path: Path) -> None:
     measured = suite(
         opened(llama, token_budget=128, block_size=16), same=opened(llama, token_budget=128, block_size=16)
     )
-    recalled = measured.recall()
+    recalled = [one for kind in KINDS for one in measured.recall(kind)]
     assert [one["kind"] for one in recalled] == list(KINDS)
     for one in recalled:
         assert one["num_questions"] >= 4
@@ -141,13 +171,14 @@ def test_the_whole_report(llama: Path, tmp_path: Path) -> None:
     asked = [("1 + 1?", "2"), ("2 + 2?", "4")]
     report = {
         "variants": {"same": {}},
-        "text": measured.text({"corpus": " ".join(tokenizers_made_here.CORPUS)}),
+        "text": {"corpus": whole(measured.text("corpus", " ".join(tokenizers_made_here.CORPUS)))},
         "tasks": recalled,
         "divergence": measured.divergence(),
         "accumulation": measured.accumulation(),
         "gsm8k": gsm8k.agreement(measured.full, measured.variants, asked),
     }
     assert report["gsm8k"]["variants"]["same"]["same_text"]["value"] == 1.0
+    assert report["gsm8k"]["variants"]["same"]["mean_same"]["value"] > 1
     console = Console(record=True, width=200)
     show(report, console)
     assert "never parts" in console.export_text()
@@ -164,13 +195,17 @@ def test_tasks_hold_their_answers(tokenizer: Tokenizer, kind: str) -> None:
     for task in (first, second):
         text = tokenizer.decode(task.context)
         assert 400 < len(task.context) <= 1200
+        assert len(task.questions) == QUESTIONS
         for question, answer in task.questions:
             assert tokenizer.decode(answer).strip() in text
             asked = tokenizer.decode(question)
             if kind in ("needle", "multi_key"):
                 assert asked + tokenizer.decode(answer) in text
-        case = answers(task, share=True)[0]
+        case = answers(task, decode=True, share=True)[0]
         assert case.tokens[case.start :] == task.questions[0][1]
+    [many] = tasks(tokenizer, kind, 1200, 1, questions=6)
+    assert len(many.questions) == 6
+    assert len({tuple(question) for question, _ in many.questions}) == 6
 
 
 def test_passages_cover_a_text(tokenizer: Tokenizer) -> None:
@@ -215,3 +250,20 @@ def test_gsm8k_answers(tmp_path: Path) -> None:
     assert gsm8k.questions(tmp_path, 5) == [("How many?", "1200")]
     assert gsm8k.answer_in("so 3 + 4 = 7, that is $1,200.0.") == "1200"
     assert gsm8k.answer_in("none") is None
+    assert [gsm8k.num_alike(*each) for each in (([1, 2], [1, 3]), ([1, 2], [1, 2, 3]), ([2], [1]))] == [1, 2, 0]
+
+
+def test_a_size_can_be_changed() -> None:
+    assert resized(SIZE, '{"unit": 8, "lengths": [400, 800]}') == replace(SIZE, unit=8, lengths=(400, 800))
+    for wrong in ('{"units": 8}', "[]", "{"):
+        with pytest.raises(ValueError, match=r"--size is|Expecting"):
+            resized(SIZE, wrong)
+
+
+def test_every_piece_is_handed_out_as_it_is_measured(llama: Path) -> None:
+    parts = {"only": "text,divergence", "gsm8k": None, "quantized_cache": False, "text": None}
+    args = argparse.Namespace(model=str(llama), chunk=128, max_model_len=None, cold=False, decode=False, **parts)
+    full = Variant("full", {"dtype": "float32", "kv_memory": "16MiB"})
+    size = replace(SIZE, passages=1)
+    keys = [set(report) for report in measure(args, size, full, [replace(full, name="again")])]
+    assert [("divergence" in each, "text" in each) for each in keys] == [(False, True), (False, True), (True, True)]

@@ -5,9 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.memory import make_pool
 from pagoda.errors import ConfigError
-from pagoda.plan.capacity import Workload, cost, kv_copies, num_tokens, num_users, offers, room, tier_figures
+from pagoda.plan.capacity import (
+    MAX_NUM_SEQS,
+    TOKEN_BUDGET,
+    Workload,
+    cost,
+    kv_copies,
+    num_tokens,
+    num_users,
+    offers,
+    room,
+    tier_figures,
+)
 from pagoda.plan.catalog import CATALOG, shape_of
 from pagoda.plan.footprint import Footprint, without_sharing_heads, without_windows
 from pagoda.plan.hardware import GB, HARDWARE, Hardware, find_hardware, parse_tier_plan
@@ -139,6 +153,30 @@ def test_tokens_and_users_are_whole_blocks() -> None:
     assert num_users(footprint, kv, Workload(1600)) == 10
     assert num_users(footprint, kv, Workload(1600, shared=800)) == 19  # 50 blocks once, and 50 each
     assert num_users(footprint, -1.0, Workload(1600)) == num_tokens(footprint, -1.0) == 0
+
+
+def test_copies_of_blocks_that_are_being_filled_take_their_part() -> None:
+    config = EngineConfig()
+    assert (config.max_num_seqs, config.token_budget) == (MAX_NUM_SEQS, TOKEN_BUDGET) == (64, 512)
+    footprint = Footprint(TOY, "int4")
+    assert footprint.staged_bytes == 2 * 2 * 2 * 16 * 16 * 2 + 64  # layers, K and V, heads, tokens, head_dim, bytes
+    kv = 4 * 2**20
+    blocks = int((kv - (64 + 32) * footprint.staged_bytes) // footprint.block_bytes)
+    assert num_tokens(footprint, kv) == 16 * blocks
+    assert make_pool(footprint.layout, kv, config, torch.device("cpu")).num_blocks == blocks
+    # Each user fills one block; a step's 512 tokens fill 32 more.
+    each = 10 * footprint.block_bytes + footprint.staged_bytes
+    assert num_users(footprint, 32 * footprint.staged_bytes + 7.5 * each, Workload(160)) == 7
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "block_size", "gibibytes", "times"),
+    [("int8", 16, 1, 1.9), ("int4", 16, 1, 3.0), ("int4", 32, 4, 3.4)],
+)
+def test_tokens_in_the_same_memory(kv_format: str, block_size: int, gibibytes: int, times: float) -> None:
+    shape = shape_of("smollm2-135m")
+    quantized, plain = (num_tokens(Footprint(shape, name, block_size), gibibytes << 30) for name in (kv_format, "bf16"))
+    assert quantized >= times * plain, "copies of blocks that are being filled included"
 
 
 def test_prefill_operations() -> None:

@@ -300,15 +300,6 @@ def test_a_model_of_sliding_windows_alone_needs_no_policy(tmp_path: Path) -> Non
     assert output(engine, text(100), None)
 
 
-def test_quantized_kv_is_refused(llama: tuple[Path, Any]) -> None:
-    engine = make_engine(llama[0], kv_format="int8")
-    with pytest.raises(InvalidRequest, match="quantized"):
-        output(engine, text(100), POLICIES["h2o"])
-    assert output(engine, text(100), "none")
-    with pytest.raises(ConfigError, match="quantized"):
-        make_engine(llama[0], kv_format="int8", kv_policy="h2o:40")
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 

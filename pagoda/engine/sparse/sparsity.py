@@ -56,7 +56,8 @@ class Sparsity:
             whole: what a request with a policy cannot be, and this one is: then the default is not for it.
 
         Raises:
-            InvalidRequest: the KV is quantized or must stay whole, no layer sees everything, or the budget is small.
+            InvalidRequest: the policy is not for the kv_format, the KV must stay whole, no layer sees everything, or the
+                budget is small.
         """
         if isinstance(wish, Full) or (wish is None and (whole or self.default is None)):
             return None
@@ -64,8 +65,7 @@ class Sparsity:
         assert chosen is not None, "one of the two is there"
         if whole is not None:
             raise InvalidRequest(f"a request with a kv_policy {whole}", param="kv_policy")
-        if any(view.is_quantized for view in self.memory.views):
-            raise InvalidRequest("kv_policy does not go with a quantized kv_format", param="kv_policy")
+        self._check_format(chosen.policy if isinstance(chosen, UnderPressure) else chosen)
         if not self.memory.full_layers:
             message = "every layer of this model has a sliding window: its KV is bounded without a kv_policy"
             raise InvalidRequest(message, param="kv_policy")
@@ -89,6 +89,15 @@ class Sparsity:
         if chosen is None or isinstance(chosen, Full) or chosen.budget != FIT:
             return None
         return self._in_tokens(chosen)
+
+    def _check_format(self, policy: SparsePolicy) -> None:
+        views = self.memory.views
+        if any(view.staging is not None for view in views):
+            message = "a kv_policy moves tokens between blocks, and int4 keys are quantized a block at a time"
+            raise InvalidRequest(message, param="kv_policy")
+        if not policy.only_copies and any(view.is_quantized for view in views):
+            message = f"{policy.name} computes with the keys it has kept, which does not go with a quantized kv_format"
+            raise InvalidRequest(message, param="kv_policy")
 
     def _in_tokens(self, policy: SparsePolicy) -> SparsePolicy:
         """A policy with its budget in tokens."""
