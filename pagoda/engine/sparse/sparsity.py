@@ -56,8 +56,8 @@ class Sparsity:
             whole: what a request with a policy cannot be, and this one is: then the default is not for it.
 
         Raises:
-            InvalidRequest: the policy is not for the kv_format, the KV must stay whole, no layer sees everything, or the
-                budget is small.
+            InvalidRequest: the policy is not for the kv_format, the KV must stay whole, no layer sees everything, or
+                the budget is small.
         """
         if isinstance(wish, Full) or (wish is None and (whole or self.default is None)):
             return None
