@@ -26,8 +26,9 @@ def safe_kv_memory(useful: int, num_engines: int = 1) -> int:
 
 def staged_memory(layout: KVLayout, config: EngineConfig) -> int:
     """Bytes of the copies of blocks that are being filled, beside the pool's blocks; 0 if the layout stages none."""
-    staged = layout.staged
-    return 0 if staged is None else most_open(layout, config.max_num_seqs, config.token_budget) * staged.pool_block_bytes
+    if layout.staged is None:
+        return 0
+    return most_open(layout, config.max_num_seqs, config.token_budget) * layout.staged.pool_block_bytes
 
 
 def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: torch.device) -> BlockPool:

@@ -159,7 +159,7 @@ def test_copies_of_blocks_that_are_being_filled_take_their_part() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.token_budget) == (MAX_NUM_SEQS, TOKEN_BUDGET) == (64, 512)
     footprint = Footprint(TOY, "int4")
-    assert footprint.staged_bytes == 2 * 2 * 2 * 16 * 16 * 2 + 64  # layers, K and V, heads, tokens, head_dim, bytes
+    assert footprint.staged_bytes == 2 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, tokens, head_dim, bytes
     kv = 4 * 2**20
     blocks = int((kv - (64 + 32) * footprint.staged_bytes) // footprint.block_bytes)
     assert num_tokens(footprint, kv) == 16 * blocks
