@@ -8,7 +8,9 @@
 more than half of them, all are: blending would save little, and this text does not take to it.
 
 Layer 0's keys and values depend on the token alone, so layer 1 is the first that shows what came before. Rows that
-deviate most there do so in later layers too (CacheBlend, arXiv:2405.16444, section 4.3), so one choice serves them all.
+deviate most there do so in later layers too (CacheBlend, arXiv:2405.16444, section 4.3), so one choice serves them all:
+choosing at layer 2, 3 or 6 instead, by values or keys alone, or the first tokens of every passage in any case, came no
+nearer to computing everything (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
