@@ -124,10 +124,12 @@ async def test_a_router_asks_all_and_says_whom() -> None:
 
 async def test_what_is_forgotten_is_forgotten_by_all() -> None:
     async with bench(3) as made:
-        tell(made, "/v1/kv/purge", *({"purged_blocks": count} for count in (1, 2, 4)))
+        late: list[dict[str, int]] = [{"disk": 1}, {}, {}]
+        told = [{"purged_blocks": n, "purged_records": {"dram": n}, "waiting_tiers": late.pop(0)} for n in (1, 2, 4)]
+        tell(made, "/v1/kv/purge", *told)
         made.fleet.servers[1].status = 404  # it has not seen that tenant
         answer = await made.client.post("/v1/kv/purge", json={"tenant": "a"})
-        assert answer.json() == {"purged_blocks": 5}
+        assert answer.json() == {"purged_blocks": 5, "purged_records": {"dram": 5}, "waiting_tiers": {"disk": 1}}
         assert answer.headers["x-pagoda-replica"] == "0,2"
         assert {body for server in made.fleet.servers for body in server.bodies} == {b'{"tenant":"a"}'}
 
