@@ -65,10 +65,13 @@ def cluster(
         "eviction": eviction,
         "num_engines": most,
     }
+    where: dict[str, Any] = {"address": ray_address}
     if ray_address is None:
-        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1")
-    else:
-        ray.init(address=ray_address)
+        where = {"include_dashboard": False, "_node_ip_address": listening.LOOPBACK}
+    try:
+        ray.init(**where)
+    except Exception as error:  # Ray raises whatever it likes, a bare Exception where its processes are not up in time
+        raise ConfigError(f"Ray does not start: {error}") from error
     serve.start(http_options={"host": host, "port": port})
     app = application(settings, policy=str(routing), min_replicas=replicas, max_replicas=most, num_cpus=num_cpus)
     serve.run(app, name="pagoda", blocking=True)
