@@ -114,21 +114,24 @@ inline void encode_row(const T* x, int64_t dim, Code* to, bf16* scale) {
     });
 }
 
-// Four bits: value = zero + code * scale. The scale is the least ScaleCode that is not below a 15th of the range, but for what
-// float16 rounds off.
+// Four bits: value = zero + code * scale. The scale is the ScaleCode nearest to a 15th of the spread, as float16; what it falls short
+// of is cut off at both ends alike.
 inline ScaleCode scale_code(float scale) {
     constexpr float kMostHalf = 65504.0f;
     constexpr int kMostCode = 0x7bff >> 7;
     const _Float16 half = (_Float16)smaller(larger(scale, 0.0f), kMostHalf);
     uint16_t bits;
     memcpy(&bits, &half, sizeof bits);
-    return {(uint8_t)larger(1, smaller((bits + 0x7f) >> 7, kMostCode))};
+    return {(uint8_t)larger(1, smaller((bits + 0x40) >> 7, kMostCode))};
 }
 inline float scalar(ScaleCode code) {
     const uint16_t bits = (uint16_t)(code.bits << 7);
     _Float16 half;
     memcpy(&half, &bits, sizeof half);
     return (float)half;
+}
+inline bf16 zero_point(float least, float spread, float scale) {
+    return to_bf16(least + smaller(larger(spread - 15.0f * scale, 0.0f), scale) * 0.5f);  // both products are exact
 }
 inline IntVec encode_nibble(Vec x, Vec zero, Vec inverse) {
     // Cut off first: a product that is added to at once would not be rounded before.
@@ -148,10 +151,10 @@ inline void encode_nibble_row(const T* x, int64_t dim, uint8_t* to, ScaleCode* s
         zeros += v * 0.0f;
     });
     const bool finite = is_finite(zeros);
-    *zero = finite ? to_bf16(-maximum(-bottom)) : kNaN;
-    const float offset = finite ? scalar(*zero) : 0.0f;
-    *scale = scale_code(finite ? (maximum(top) - offset) / 15.0f : 0.0f);
-    const Vec from = splat(offset), inverse = splat(1.0f / scalar(*scale));
+    const float least = -maximum(-bottom), spread = finite ? maximum(top) - least : 0.0f;
+    *scale = scale_code(spread / 15.0f);
+    *zero = finite ? zero_point(least, spread, scalar(*scale)) : kNaN;
+    const Vec from = splat(finite ? scalar(*zero) : 0.0f), inverse = splat(1.0f / scalar(*scale));
     for_each_vector(half, [&](int64_t i, int64_t lanes) {
         const IntVec low = encode_nibble(load_lanes(x + i, lanes), from, inverse), high = encode_nibble(load_lanes(x + half + i, lanes), from, inverse);
         store_bytes(to + i, finite ? low | high << 4 : IntVec{}, lanes);
@@ -176,14 +179,14 @@ inline void encode_nibble_channels(const T* x, int64_t stride, int rows, int64_t
                 sum += v * 0.0f;
             }
             finite[side] = sum == 0.0f;
-            bf16 zero[kWidth];
-            store(zero, bottom);
-            from[side] = load(zero);
             for (int64_t lane = 0; lane < lanes; lane++) {
                 const bool is = finite[side][lane];
-                scales[at + lane] = scale_code(is ? (top[lane] - from[side][lane]) / 15.0f : 0.0f);
-                zeros[at + lane] = is ? zero[lane] : kNaN;
-                inverse[side][lane] = 1.0f / scalar(scales[at + lane]);
+                const float spread = is ? top[lane] - bottom[lane] : 0.0f;
+                scales[at + lane] = scale_code(spread / 15.0f);
+                const float scale = scalar(scales[at + lane]);
+                zeros[at + lane] = is ? zero_point(bottom[lane], spread, scale) : kNaN;
+                from[side][lane] = is ? scalar(zeros[at + lane]) : 0.0f;
+                inverse[side][lane] = 1.0f / scale;
             }
         }
         for (int r = 0; r < rows; r++) {

@@ -1,8 +1,9 @@
 """Quantized keys and values in plain torch: codes, scales and back. What the native kernels must do, to the bit.
 
     by row    int8, float8   scale = largest magnitude / largest code, as bfloat16; code = x / scale, rounded
-    nibbles   uint8          zero = the least, as bfloat16; scale = (the largest - zero) / 15, rounded up to three bits
-                             of mantissa; code = (x - zero) / scale, rounded, within 0..15
+    nibbles   uint8          scale = (the largest - the least) / 15, to three bits of mantissa; zero = the least, plus
+                             half of what the scale falls short of, as bfloat16; code = (x - zero) / scale, rounded,
+                             within 0..15
 
 Rows are quantized over their head_dim: a scale for each token and head. A block of keys in nibbles is quantized over
 its tokens: a scale and a zero for each head and channel (KIVI, arXiv:2402.02750), since keys have channels that are
@@ -38,10 +39,14 @@ def decode_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def encode_nibbles(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, two to a byte, of `x` `[..., head_dim]`; uint8 scales and bfloat16 zeros of `x`'s shape without `dim`."""
     wide = x.float()
-    zeros = wide.amin(dim).to(torch.bfloat16)
-    scales = _scale_codes((wide.amax(dim) - zeros.float()) / 15)
+    least = wide.amin(dim)
+    spread = wide.amax(dim) - least
+    scales = _scale_codes(spread / 15)
+    step = decode_scales(scales)
+    # Where the scale was rounded down, by less than a step in all, both ends are cut off alike.
+    zeros = (least + torch.minimum((spread - 15 * step).clamp_min(0), step) / 2).to(torch.bfloat16)
     finite = wide.isfinite().all(dim)
-    inverse = 1.0 / decode_scales(scales)
+    inverse = 1.0 / step
     scaled = (wide - zeros.float().unsqueeze(dim)) * inverse.unsqueeze(dim)
     codes = torch.where(finite.unsqueeze(dim), scaled, 0.0).round().clamp(0, 15).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
@@ -60,7 +65,7 @@ def decode_scales(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_codes(scale: torch.Tensor) -> torch.Tensor:
-    """The least uint8 scales that are not below these, but for what float16 rounds off; never 0."""
+    """The nearest uint8 scales to these as float16, of two the greater; never 0."""
     most = torch.finfo(torch.float16).max
     bits = scale.nan_to_num(0.0, posinf=most).clamp(0, most).to(torch.float16).view(torch.int16).int()
-    return ((bits + 0x7F) >> 7).clamp(1, _MOST_SCALE_CODE).to(torch.uint8)
+    return ((bits + 0x40) >> 7).clamp(1, _MOST_SCALE_CODE).to(torch.uint8)
