@@ -1,7 +1,6 @@
 # Two commands: `make serve` runs the server on a fresh machine, `make test` runs every test. `make help` lists the rest.
 PYTHON ?= python3
 MODEL ?= smollm2
-WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -16,9 +15,8 @@ help:  ## List the targets
 serve: install  ## Install all that is needed and serve MODEL (default smollm2) on 127.0.0.1:8000
 	$(BIN)/pagoda serve $(MODEL) $(ARGS)
 
-# One thread for each worker: torch's and the kernels' threads would fight over the cores. What is about threads asks for them.
-test: install  ## Run all tests, WORKERS (2) at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: install  ## Run all tests; WORKERS=2 runs two files of them at a time
+	$(BIN)/python -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 test-vllm: install  ## Run the tests against the real vLLM (PAGODA_VLLM_PYTHON, or made here: some GB)
 	PAGODA_VLLM_PYTHON=$${PAGODA_VLLM_PYTHON:-$$($(BIN)/python -m benchmarks.vllm --python)} \
