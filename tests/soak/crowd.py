@@ -76,10 +76,18 @@ class Crowd:
 
         self._tasks += [asyncio.create_task(live()) for _ in range(count)]
 
-    async def until_gone(self, timeout_s: float) -> None:
-        """Wait for the end, and for whoever then still waits for an answer; too long is a deadlock."""
-        async with asyncio.timeout(max(0.0, self._ends_at - time.monotonic()) + timeout_s):
-            await asyncio.gather(*self._tasks)
+    async def until_gone(self, timeout_s: float, work_s: float) -> None:
+        """Wait for the end, and for whoever then still waits for an answer; too long or too much work is a deadlock."""
+        await asyncio.sleep(max(0.0, self._ends_at - time.monotonic()))
+        last, most = time.monotonic() + timeout_s, time.process_time() + work_s
+        left: set[asyncio.Task[None]] = set(self._tasks)
+        while left:
+            _, left = await asyncio.wait(left, timeout=0.5)
+            if left and (time.monotonic() > last or time.process_time() > most):
+                for each in left:
+                    each.cancel()
+                raise TimeoutError(f"{len(left)} clients wait for ever")
+        await asyncio.gather(*self._tasks)
 
     async def honest(self, key: str) -> None:
         """Ask, compare, and note how long it took."""

@@ -38,7 +38,7 @@ GOLD_WORK_S = 6.0  # most that server and crowd compute while a gold request wai
 DUE, TOLERANCE = 2.0, 0.2  # tokens of tenant two for each of tenant one; how far that may be off, in logarithms
 LENGTHS = (8, 24, 48)  # tokens of answers
 SPREAD = sum(n * n for n in LENGTHS) * len(LENGTHS) / sum(LENGTHS) ** 2  # 1 + (deviation / mean) ** 2
-DRAIN_S = 90.0
+DRAIN_S, DRAIN_WORK_S = 300.0, 60.0  # until all are answered: by the clock, for what hangs, and in processor time
 RSS_GROWTH = 96 << 20
 LEASED = [5 + (7 * i) % 200 for i in range(64)]
 
@@ -170,7 +170,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         crowd.add(3, crowd.vandal, "bulk", pause_s=0.2)
         readings: list[tuple[float, int, int, float]] = []
         background = [asyncio.create_task(each) for each in (torment(faults, ends_at), watch(live, readings, ends_at))]
-        await crowd.until_gone(DRAIN_S)
+        await crowd.until_gone(DRAIN_S, DRAIN_WORK_S)
         await asyncio.gather(*background)
         await until_calm(live)
         report = live.backend.stats().pressure
@@ -181,7 +181,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         _check_tally(crowd.tally)
         assert report.entered[Level.HOLD] >= 1
         assert sum(report.refused.values()) > 0
-        assert report.num_compressed >= crowd.tally.compressed > 0
+        assert report.num_compressed >= crowd.tally.compressed
         await live.backend.manage(lambda admin: admin._cache.check())
         stats = live.backend.stats()
         assert stats.num_held_blocks == stats.num_leased_blocks == 4
@@ -205,6 +205,7 @@ def _check_tally(tally: Tally) -> None:
     assert abs(math.log(ratio / DUE)) < TOLERANCE + 2.5 * spread, f"{ratio:.2f} for {DUE}"
     if SECONDS >= 150:  # batch is promoted after half a minute a class
         assert tally.answered["bulk"] > 0
+        assert tally.compressed > 0
 
 
 def _print(tally: Tally, readings: list[tuple[float, int, int, float]], report: Any, engine: Engine) -> None:
