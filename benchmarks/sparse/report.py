@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,22 @@ def _show_task(task: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Right answers against kept fraction for both kinds of question, all tasks that count, and perplexity."""
+    """Right answers against kept fraction for both kinds of question, of the task measured most, and perplexity."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     known, again, along = figure.subplots(1, 3)
-    counted = [task for task in report["quality"] if task["counts"]]
+    task = max((task for task in report["quality"] if task["counts"]), key=lambda one: len(one["points"]), default=None)
     for axes, asked, title in ((known, "known", "the known question"), (again, "asked_again", "asked again")):
-        _lines(axes, counted, asked)
+        if task is not None:
+            _lines(axes, task, asked)
+            axes.set_title(f"{task['kind']}, {task['length']} tokens, right answers: {title}", fontsize="medium")
         axes.set_xscale("log")
         axes.set_xticks([1, 0.5, 0.2, 0.1], ["100%", "50%", "20%", "10%"], minor=False)
         axes.minorticks_off()
         axes.invert_xaxis()
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("share of KV kept on the device")
-        axes.set_title(f"right answers, {title}")
     if known.has_data():
         known.legend(fontsize="x-small")
     for run in report["streaming"]:
@@ -95,22 +96,20 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
         along.set_yscale("log")
         along.legend()
     along.set_xlabel("tokens of text")
-    along.set_title("perplexity in constant memory")
+    along.set_title("perplexity in constant memory", fontsize="medium")
     figure.savefig(path, dpi=90)
     return path
 
 
-def _lines(axes: Any, tasks: Sequence[Mapping[str, Any]], asked: str) -> None:
-    """A line for each policy: the mean over tasks at each fraction, from full KV at 100%."""
-    found: dict[str, dict[float, list[float]]] = {}
-    for task in tasks:
-        for point in task["points"]:
-            of = found.setdefault(point["policy"], {}).setdefault(point["fraction"], [])
-            of.append(point[asked]["right"]["value"])
+def _lines(axes: Any, task: Mapping[str, Any], asked: str) -> None:
+    """A line for each policy, from full KV at 100%."""
+    found: dict[str, dict[float, float]] = {}
+    for point in task["points"]:
+        found.setdefault(point["policy"], {})[point["fraction"]] = point[asked]["right"]["value"]
     for name, values in found.items():
         if name.endswith("full"):
             continue
         theirs = name.startswith("kvpress ")
         start = found.get("kvpress full" if theirs else "full", {})
-        fractions, means = zip(*sorted((at, sum(of) / len(of)) for at, of in (values | start).items()), strict=True)
-        axes.plot(fractions, means, "--" if theirs else "-", marker=".", label=name)
+        fractions, right = zip(*sorted((values | start).items()), strict=True)
+        axes.plot(fractions, right, "--" if theirs else "-", marker=".", label=name)
