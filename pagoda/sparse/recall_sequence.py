@@ -203,13 +203,14 @@ class RecallingSequence:
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
     ) -> Place | None:
-        """See SparseSequence. The batch counts the entries of layers that see everything; windows have their own."""
-        if layer not in self._layers:
-            table = lease.tables[self._memory.layout.group_of_layer[layer]]
-            return Place(start + len(k), table.slots(start, start + len(k)))
-        if not self._is_foretold(layer):
+        """See SparseSequence. The batch counts what layers of the first group see; others may see another number."""
+        if layer in self._layers and not self._is_foretold(layer):
             self._fetch(layer, self._recall.rotated(layer, q, torch.tensor([start], device=q.device)), lease)
-        return None
+        table = lease.tables[self._memory.layout.group_of_layer[layer]]
+        if table.num_dropped == lease.tables[0].num_dropped:
+            return None
+        stop = start + len(k)
+        return Place(stop - table.num_dropped, table.slots(start, stop))
 
     def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
         """See SparseSequence. Nothing is looked at."""

@@ -33,6 +33,14 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return make_model(tmp_path_factory.mktemp("hybrid"), "qwen2-mixed-windows", **changes)
 
 
+@pytest.fixture(scope="session")
+def window_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A window of 24 tokens in every other layer, from the first on."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"sliding_window": 24, "num_hidden_layers": 4, "layer_types": kinds}
+    return make_model(tmp_path_factory.mktemp("window-first"), "qwen2-mixed-windows", **changes)
+
+
 def make_engine(folder: Path, num_blocks: int = 120, **options: Any) -> Engine:
     """An engine of blocks of 8 tokens."""
     settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "token_budget": 48, "block_size": 8}

@@ -56,7 +56,7 @@ def compress(engine: Engine, policy: dict[str, Any] = POLICY) -> int:
     return returned
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", "hybrid", "window_first"])
 def test_a_full_request_goes_on_as_if_it_had_asked_for_it(kind: str, request: pytest.FixtureRequest) -> None:
     folder, reference = request.getfixturevalue(kind)
     engine, prompt = make_engine(folder), text(90, seed=4)

@@ -96,7 +96,7 @@ def test_upper_layers_are_foretold(
     assert asked == 2 * expected
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid", "deep"])
+@pytest.mark.parametrize("kind", ["llama", "hybrid", "window_first", "deep"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_step_is_dense_attention_to_what_is_on_the_device(
     name: str, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
