@@ -58,7 +58,7 @@ def _check_layers(text: str) -> str:
 
 def _check_kv_policy(text: str | None) -> str | None:
     if text is not None:
-        from pagoda.engine.engine import default_policy
+        from pagoda.engine.kv_policy import default_policy
 
         _check("--kv-policy", default_policy, text)
     return text

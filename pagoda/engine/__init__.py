@@ -12,6 +12,7 @@
     sparse/       kv_policies
     blend/        passages reused anywhere
     audit.py      hits computed again and compared
+    assembly.py   the cache of an Engine: tiers opened, what its KV is the KV of
     engine.py     Engine: loads a model, sizes the pool, generates offline
     aio.py        AsyncEngine: the same on a thread of its own, streaming to asyncio
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, cast
 
@@ -17,10 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import Adapters, adapted
+from pagoda.engine.assembly import fingerprint, make_cache
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.memory import make_pool, safe_kv_memory, staged_memory
-from pagoda.engine.outputs import Completion, SparseReport, Usage
+from pagoda.engine.kv_policy import default_policy
+from pagoda.engine.memory import CacheInfo, make_pool, safe_kv_memory, staged_memory
+from pagoda.engine.outputs import Completion, Generation, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.runner import ModelRunner, layout_for
@@ -30,57 +32,18 @@ from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.events import BlockEvent
-from pagoda.kv.eviction import EvictionPolicy, make_policy
-from pagoda.kv.formats.codecs import BlockCodec, make_codec
-from pagoda.kv.hierarchy import Hierarchy, WritePolicy
+from pagoda.kv.eviction import make_policy
 from pagoda.kv.keys import KeyChain, Scope
-from pagoda.kv.layout import KVLayout
-from pagoda.kv.pool import BlockPool
 from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.sizes import parse_size
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tenants import Share
-from pagoda.kv.tiered import TieredCache
-from pagoda.kv.tiers.base import Tier
-from pagoda.kv.tiers.coded import CodedTier
-from pagoda.kv.tiers.spec import TierSpec, load_key, open_tier, parse_tier
 from pagoda.model.loader import LoadedModel, load_model
-from pagoda.sparse.base import SparsePolicy
-from pagoda.sparse.spec import Full, UnderPressure, parse_kv_policy
 from pagoda.sparse.store import SparseMemory
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-_MEDIA = {"dram": "CPU", "disk": "DISK"}  # of tiers that one process has alone, as readers of block events call them
-
-
-@dataclass(frozen=True, slots=True)
-class CacheInfo:
-    """The size of the KV pool; `kv_format` is as it was asked for."""
-
-    kv_format: str
-    num_blocks: int
-    block_size: int
-    bytes_total: int
-    bytes_per_token: float
-    tokens_total: int
-    users_at_full_context: float
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What `Engine.generate` returns for one prompt: its samples, what they cost, and what its kv_policy did."""
-
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    usage: Usage
-    sparse: SparseReport | None = None
-
-    @property
-    def text(self) -> str:
-        """The first sample's text."""
-        return self.completions[0].text
 
 
 class Engine:
@@ -181,7 +144,7 @@ class Engine:
         num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
-        cache = _cache(
+        cache = make_cache(
             layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares, tier_lossy
         )
         if isinstance(pool, StagedPool):
@@ -211,7 +174,7 @@ class Engine:
         self.adapters = Adapters(self.core.adapters, self._runner, loaded.name)
         if audit:
             self.core.audit(audit, pool)
-        self._fingerprint = _fingerprint(layout, loaded)
+        self._fingerprint = fingerprint(layout, loaded)
         self._bytes_total = pool.num_bytes
         self._kv_format = kv_format
         self._names = itertools.count()
@@ -254,7 +217,7 @@ class Engine:
         """
         self._runner.decoder = loaded.decoder
         self.weights_identity = loaded.weights_identity
-        self._fingerprint = _fingerprint(self.core.cache.layout, loaded)
+        self._fingerprint = fingerprint(self.core.cache.layout, loaded)
         self.core.renew(self._fingerprint)
 
     def tell_blocks(
@@ -413,71 +376,6 @@ class Engine:
             logprobs=logprobs,
         )
         return self.generate(prompts, params, scope=scope, adapter=adapter)
-
-
-def default_policy(given: str | Mapping[str, Any] | None) -> SparsePolicy | UnderPressure | None:
-    """The kv_policy of requests that name none; raises ConfigError."""
-    try:
-        policy = None if given is None else parse_kv_policy(given)
-    except InvalidRequest as error:
-        raise ConfigError(str(error)) from None
-    return None if isinstance(policy, Full) else policy
-
-
-def _cache(
-    layout: KVLayout,
-    pool: BlockPool,
-    loaded: LoadedModel,
-    policy: EvictionPolicy,
-    tiers: Sequence[str],
-    after_hits: int,
-    secret: str | None,
-    tier_key: str | None,
-    shares: Mapping[str, Share],
-    lossy: bool,
-) -> KVCache:
-    """The cache, with tiers below the pool if there are any."""
-    if after_hits < 0:
-        raise ConfigError(f"tier_after_hits must be 0 or more, got {after_hits}")
-    if not tiers:
-        return KVCache(layout, pool, policy, shares=shares)
-    specs = [parse_tier(tier) for tier in tiers]
-    policies = [_write_policy(spec) for spec in specs]
-    codecs = [make_codec(spec.codec, layout) if spec.codec else None for spec in specs]
-    key = None if tier_key is None else load_key(tier_key)
-    keys = KeyChain(_fingerprint(layout, loaded), hashlib.sha256((secret or "").encode()).digest())
-    of_tiers = {keys.owner(name): share for name, share in shares.items()}
-    # Memory of this process is not sealed: its KV lies open beside it in the pool.
-    opened = [
-        (_coded(open_tier(spec, key=None if spec.kind == "dram" else key, shares=of_tiers), codec, layout), policy)
-        for spec, codec, policy in zip(specs, codecs, policies, strict=True)
-    ]
-    hierarchy = Hierarchy(opened, block_bytes=layout.block_bytes, num_groups=len(layout.groups), after_hits=after_hits)
-    media = ["" if tier.is_lossy else _MEDIA.get(spec.kind, "") for spec, (tier, _) in zip(specs, opened, strict=True)]
-    return TieredCache(layout, pool, hierarchy, keys, policy, shares, lossy, media)
-
-
-def _coded(tier: Tier, codec: BlockCodec | None, layout: KVLayout) -> Tier:
-    return tier if codec is None else CodedTier(tier, codec, layout.block_bytes)
-
-
-def _fingerprint(layout: KVLayout, loaded: LoadedModel) -> bytes:
-    identity = {
-        "weights": loaded.weights_identity,
-        "ropes": repr(loaded.spec.ropes),
-        "compute": str(loaded.decoder.dtype),
-    }
-    return layout.fingerprint(identity)
-
-
-def _write_policy(spec: TierSpec) -> WritePolicy:
-    """What SPEC asks for; else memory of this process is written when the pool evicts, what outlives it at once."""
-    if not spec.write:
-        return WritePolicy.BACK if spec.kind == "dram" else WritePolicy.THROUGH
-    try:
-        return WritePolicy(spec.write)
-    except ValueError:
-        raise ConfigError(f"a tier can be written {', '.join(WritePolicy)}, not {spec.write!r}") from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

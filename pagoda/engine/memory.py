@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from pagoda.engine.config import EngineConfig
@@ -14,6 +16,19 @@ from pagoda.kv.sizes import format_size
 from pagoda.kv.staging import StagedPool
 
 _SAFE_FRACTION = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """The size of the KV pool; `kv_format` is as it was asked for."""
+
+    kv_format: str
+    num_blocks: int
+    block_size: int
+    bytes_total: int
+    bytes_per_token: float
+    tokens_total: int
+    users_at_full_context: float
 
 
 def safe_kv_memory(useful: int, num_engines: int = 1) -> int:

@@ -178,3 +178,18 @@ class EngineObserver(Protocol):
 
     def on_finished(self, stats: RequestStats) -> None:
         """A request ended, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `Engine.generate` returns for one prompt: its samples, what they cost, and what its kv_policy did."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    usage: Usage
+    sparse: SparseReport | None = None
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.completions[0].text

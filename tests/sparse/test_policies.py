@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagoda import Engine, SamplingParams
-from pagoda.engine.engine import Generation
+from pagoda.engine.outputs import Generation
 from pagoda.sparse.pyramid import Pyramid
 from pagoda.sparse.spec import parse_kv_policy
 from tests.sparse import masked

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagoda import Engine, SamplingParams
-from pagoda.engine.engine import Generation
+from pagoda.engine.outputs import Generation
 from pagoda.errors import InvalidRequest
 from pagoda.sparse.recall_sequence import RecallingSequence
 from pagoda.sparse.spec import parse_kv_policy
