@@ -62,13 +62,6 @@ inline void transpose(__m512i r[16]) {
     }
 }
 
-inline void transpose(float m[kTileSide][kTileSide]) {
-    __m512i r[kTileSide];
-    for (int i = 0; i < kTileSide; i++) r[i] = _mm512_loadu_si512(m[i]);
-    transpose(r);
-    for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(m[i], r[i]);
-}
-
 // Lanes of `even` and `odd` side by side as bf16.
 inline __m512i pack_pairs(Vec even, Vec odd) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,

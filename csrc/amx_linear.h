@@ -41,10 +41,104 @@ inline Panel panel_at(const TileLinearArgs& a, int64_t panel) {
     return p;
 }
 
-// y [2 blocks of rows][2 tiles][16 outs][16 rows]
+// Brings the products of one turn to where they go, a piece with each step of the next turn: vectors are busy with what leaves for
+// about as long as tiles are with a product of 576 values, and both work at once if their instructions are near each other.
+template <bool kCodes>
+class Outgoing {
+public:
+    Outgoing(const TileLinearArgs& a, const Panel& p, int64_t steps) : a_(a), p_(p), share_((int)((2 * kPieces + steps - 1) / steps)) {}
+
+    void some() {
+        for (int i = 0; i < share_ && next_ < end_; i++) put(next_++);
+    }
+    void finish() {
+        while (next_ < end_) put(next_++);
+    }
+    // Takes the four accumulators, which are of the rows from `row` on: BF16 [blocks][2 tiles], codes of one block [2 tiles][high, low].
+    void take(int64_t row, int blocks) {
+        finish();
+        _tile_stored(0, tile_[0], kTileRowBytes);
+        _tile_stored(1, tile_[1], kTileRowBytes);
+        if (kCodes || blocks == 2) {
+            _tile_stored(2, tile_[2], kTileRowBytes);
+            _tile_stored(3, tile_[3], kTileRowBytes);
+        }
+        row_ = row;
+        next_ = 0;
+        end_ = blocks * kPieces;
+    }
+
+private:
+    static constexpr int kPieces = 8;  // of a block: two outputs of each tile, or once in four a whole tile
+
+    Vec value(int block, int tile, int o) const {
+        const int64_t out = p_.out[tile] + o;
+        Vec y = load(tile_[kCodes ? 2 * tile : 2 * block + tile][o]);
+        if (kCodes) {
+            const Vec unit = load(a_.x_units + row_);
+            const Vec highs = (Vec)_mm512_cvtepi32_ps((__m512i)y);
+            const Vec lows = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(tile_[2 * tile + 1][o]));
+            y = (highs * (unit * 256.0f) + lows * unit) * a_.weight.scales[out];
+        }
+        return a_.bias ? y + scalar(a_.bias[out]) : y;
+    }
+
+    void put(int piece) {
+        const int block = piece / kPieces, part = piece % kPieces;
+        const int64_t row = row_ + block * kTileSide;
+        switch (a_.sink) {
+            case Sink::kSwiGlu: return put_gated(block, row, 2 * part);
+            case Sink::kAddLanes: return add_lanes(block, row, 2 * part);
+            default:
+                if (part % 4 == 0 && part / 4 < p_.tiles) put_rows(block, row, part / 4);
+        }
+    }
+
+    // Products are rounded to bf16 where a layer computed step by step would round them.
+    void put_gated(int block, int64_t row, int o) {
+        auto gated = [&](int i) {
+            const Vec gate = rounded(value(block, 0, i)), up = rounded(value(block, 1, i));
+            return gate / (1.0f + exp(-gate)) * up;
+        };
+        bf16* to = (bf16*)a_.out + row * a_.num_out + (p_.out[0] + o) * kTileSide;
+        _mm512_storeu_si512(to, pack_pairs(gated(o), gated(o + 1)));
+    }
+
+    void add_lanes(int block, int64_t row, int o) {
+        for (int tile = 0; tile < p_.tiles; tile++) {
+            float* to = (float*)a_.out + row * a_.num_out + (p_.out[tile] + o) * kTileSide;
+            store(to, load(to) + value(block, tile, o));
+            store(to + kTileSide, load(to + kTileSide) + value(block, tile, o + 1));
+        }
+    }
+
+    void put_rows(int block, int64_t row, int tile) {
+        __m512i r[kTileSide];
+        for (int o = 0; o < kTileSide; o++) r[o] = (__m512i)value(block, tile, o);
+        transpose(r);
+        const int count = (int)smaller<int64_t>(kTileSide, a_.rows - row);
+        for (int i = 0; i < count; i++) {
+            const int64_t to = (row + i) * a_.num_out + p_.out[tile];
+            if (a_.sink == Sink::kFloatRows) {
+                _mm512_storeu_si512((float*)a_.out + to, r[i]);
+            } else {
+                _mm256_storeu_si256((__m256i*)((bf16*)a_.out + to), (__m256i)_mm512_cvtneps_pbh((__m512)r[i]));
+            }
+        }
+    }
+
+    const TileLinearArgs& a_;
+    const Panel& p_;
+    const int share_;  // pieces that leave with a step
+    alignas(64) float tile_[4][kTileSide][kTileSide];
+    int64_t row_ = 0;
+    int next_ = 0, end_ = 0;
+};
+
 template <int kBlocks>
-inline void multiply(const TileLinearArgs& a, const Panel& p, const bf16* x, float (*y)[2][kTileSide][kTileSide]) {
-    const bf16 *w0 = (const bf16*)p.w[0], *w1 = (const bf16*)p.w[1], *next = x + kTileSide * a.num_in;
+inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgoing<false>& outgoing) {
+    const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
+    const bf16 *w0 = (const bf16*)p.w[0], *w1 = (const bf16*)p.w[1];
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -60,25 +154,20 @@ inline void multiply(const TileLinearArgs& a, const Panel& p, const bf16* x, flo
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
+        outgoing.some();
     }
-    _tile_stored(0, y[0][0], kTileRowBytes);
-    _tile_stored(1, y[0][1], kTileRowBytes);
-    if (kBlocks == 2) {
-        _tile_stored(2, y[1][0], kTileRowBytes);
-        _tile_stored(3, y[1][1], kTileRowBytes);
-    }
+    outgoing.take(row, kBlocks);
 }
 
-// The same with codes of W and one block of fixed x: y [2 tiles][16 outs][16 rows]
-inline void multiply_codes(const TileLinearArgs& a, const Panel& p, const bf16* x, const float* x_units,
-                           float (*y)[kTileSide][kTileSide]) {
+// The same with codes of W and one block of fixed x.
+inline void multiply_codes(const TileLinearArgs& a, const Panel& p, int64_t row, Outgoing<true>& outgoing) {
     const int64_t stride = 2 * kTileRowBytes;  // of x, where high and low bytes alternate
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < a.num_in; i += kCodeDepth) {
-        const char* quads = (const char*)(x + i * kTileSide);
+        const char* quads = (const char*)(a.packed_x + row * a.num_in + i * kTileSide);
         _tile_loadd(6, quads, stride);
         _tile_loadd(7, quads + kTileRowBytes, stride);
         _tile_loadd(4, p.w[0] + i, p.row_bytes);
@@ -87,65 +176,9 @@ inline void multiply_codes(const TileLinearArgs& a, const Panel& p, const bf16* 
         _tile_loadd(5, p.w[1] + i, p.row_bytes);
         _tile_dpbssd(2, 5, 6);
         _tile_dpbsud(3, 5, 7);
+        outgoing.some();
     }
-    alignas(64) int32_t high[2][kTileSide][kTileSide], low[2][kTileSide][kTileSide];
-    _tile_stored(0, high[0], kTileRowBytes);
-    _tile_stored(1, low[0], kTileRowBytes);
-    _tile_stored(2, high[1], kTileRowBytes);
-    _tile_stored(3, low[1], kTileRowBytes);
-    const Vec low_unit = load(x_units), high_unit = low_unit * 256.0f;
-    for (int tile = 0; tile < 2; tile++) {
-        for (int o = 0; o < kTileSide; o++) {
-            const Vec highs = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(high[tile][o]));
-            const Vec lows = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(low[tile][o]));
-            store(y[tile][o], (highs * high_unit + lows * low_unit) * a.weight.scales[p.out[tile] + o]);
-        }
-    }
-}
-
-inline void add_bias(const TileLinearArgs& a, int64_t out, float (*y)[kTileSide]) {
-    if (!a.bias) return;
-    for (int o = 0; o < kTileSide; o++) {
-        const uint32_t bits = (uint32_t)a.bias[out + o].bits << 16;
-        float value;
-        memcpy(&value, &bits, sizeof value);
-        store(y[o], load(y[o]) + value);
-    }
-}
-
-inline void put_rows(const TileLinearArgs& a, int64_t row, int64_t out, float (*y)[kTileSide]) {
-    transpose(y);
-    for (int64_t r = 0; r < smaller<int64_t>(kTileSide, a.rows - row); r++) {
-        const int64_t to = (row + r) * a.num_out + out;
-        if (a.sink == Sink::kFloatRows) {
-            store((float*)a.out + to, load(y[r]));
-        } else {
-            _mm256_storeu_si256((__m256i*)((bf16*)a.out + to), (__m256i)_mm512_cvtneps_pbh((__m512)load(y[r])));
-        }
-    }
-}
-
-// Products are rounded to bf16 where a layer computed step by step would round them.
-inline void put_gated(const TileLinearArgs& a, int64_t row, int64_t out, float (*y)[kTileSide][kTileSide]) {
-    bf16* to = (bf16*)a.out + row * a.num_out + out * kTileSide;
-    auto gated = [&](int o) {
-        const Vec gate = rounded(load(y[0][o])), up = rounded(load(y[1][o]));
-        return gate / (1.0f + exp(-gate)) * up;
-    };
-    for (int o = 0; o < kTileSide; o += 2) _mm512_storeu_si512(to + o * kTileSide, pack_pairs(gated(o), gated(o + 1)));
-}
-
-inline void put(const TileLinearArgs& a, const Panel& p, int64_t row, float (*y)[kTileSide][kTileSide]) {
-    for (int tile = 0; tile < p.tiles; tile++) add_bias(a, p.out[tile], y[tile]);
-    if (a.sink == Sink::kSwiGlu) return put_gated(a, row, p.out[0], y);
-    for (int tile = 0; tile < p.tiles; tile++) {
-        if (a.sink != Sink::kAddLanes) {
-            put_rows(a, row, p.out[tile], y[tile]);
-            continue;
-        }
-        float* to = (float*)a.out + row * a.num_out + p.out[tile] * kTileSide;
-        for (int o = 0; o < kTileSide; o++, to += kTileSide) store(to, load(to) + load(y[tile][o]));
-    }
+    outgoing.take(row, 1);
 }
 
 // Brings W of the panel that comes next into the L2 cache, a share of it with each pair of blocks: products take longer than
@@ -172,26 +205,30 @@ private:
     int64_t at_ = 0, bytes_ = 0, share_ = 0;
 };
 
-void tile_linear(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
+template <bool kCodes>
+inline void tile_linear_of(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
     const TileConfig configured;
     const Panel p = panel_at(a, panel);
     Ahead ahead(a, panel, (row_end - row_begin + 2 * kTileSide - 1) / (2 * kTileSide));
-    alignas(64) float y[2][2][kTileSide][kTileSide];
+    Outgoing<kCodes> outgoing(a, p, a.num_in / (kCodes ? kCodeDepth : kTileDepth));
     for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
-        const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
         const bool two = row + kTileSide < a.rows;
         ahead.take();
-        if (a.weight.scales) {
-            multiply_codes(a, p, x, a.x_units + row, y[0]);
-            if (two) multiply_codes(a, p, next, a.x_units + row + kTileSide, y[1]);
+        if constexpr (kCodes) {
+            multiply_codes(a, p, row, outgoing);
+            if (two) multiply_codes(a, p, row + kTileSide, outgoing);
         } else if (two) {
-            multiply<2>(a, p, x, y);
+            multiply<2>(a, p, row, outgoing);
         } else {
-            multiply<1>(a, p, x, y);
+            multiply<1>(a, p, row, outgoing);
         }
-        put(a, p, row, y[0]);
-        if (two) put(a, p, row + kTileSide, y[1]);
     }
+    outgoing.finish();
+}
+
+void tile_linear(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
+    if (a.weight.scales) return tile_linear_of<true>(a, panel, row_begin, row_end);
+    tile_linear_of<false>(a, panel, row_begin, row_end);
 }
 
 }  // namespace
