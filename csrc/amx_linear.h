@@ -46,7 +46,8 @@ inline Panel panel_at(const TileLinearArgs& a, int64_t panel) {
 template <bool kCodes>
 class Outgoing {
 public:
-    Outgoing(const TileLinearArgs& a, const Panel& p, int64_t steps) : a_(a), p_(p), share_((int)((2 * kPieces + steps - 1) / steps)) {}
+    Outgoing(const TileLinearArgs& a, const Panel& p)
+        : a_(a), p_(p), share_((int)(1 + 2 * kPieces * (kCodes ? kCodeDepth : kTileDepth) / a.num_in)) {}
 
     void some() {
         for (int i = 0; i < share_ && next_ < end_; i++) put(next_++);
@@ -181,39 +182,13 @@ inline void multiply_codes(const TileLinearArgs& a, const Panel& p, int64_t row,
     outgoing.take(row, 1);
 }
 
-// Brings W of the panel that comes next into the L2 cache, a share of it with each pair of blocks: products take longer than
-// reading does, but a tile that is loaded from memory waits for each of its sixteen rows.
-class Ahead {
-public:
-    Ahead(const TileLinearArgs& a, int64_t panel, int64_t pairs) {
-        const int64_t outs = a.sink == Sink::kSwiGlu ? kTileSide : 2 * kTileSide;
-        if (a.panels_ahead == 0 || (panel + a.panels_ahead) * outs >= a.num_out) return;
-        const Panel p = panel_at(a, panel + a.panels_ahead);
-        bytes_ = kTileSide * p.row_bytes;
-        for (int i = 0; i < 2; i++) tile_[i] = p.w[i];
-        share_ = (bytes_ / pairs + 63) / 64 * 64;
-    }
-    void take() {
-        for (const int64_t end = smaller(at_ + share_, bytes_); at_ < end; at_ += 64) {
-            __builtin_prefetch(tile_[0] + at_, 0, 2);
-            __builtin_prefetch(tile_[1] + at_, 0, 2);
-        }
-    }
-
-private:
-    const char* tile_[2] = {};
-    int64_t at_ = 0, bytes_ = 0, share_ = 0;
-};
-
 template <bool kCodes>
 inline void tile_linear_of(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
     const TileConfig configured;
     const Panel p = panel_at(a, panel);
-    Ahead ahead(a, panel, (row_end - row_begin + 2 * kTileSide - 1) / (2 * kTileSide));
-    Outgoing<kCodes> outgoing(a, p, a.num_in / (kCodes ? kCodeDepth : kTileDepth));
+    Outgoing<kCodes> outgoing(a, p);
     for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
         const bool two = row + kTileSide < a.rows;
-        ahead.take();
         if constexpr (kCodes) {
             multiply_codes(a, p, row, outgoing);
             if (two) multiply_codes(a, p, row + kTileSide, outgoing);

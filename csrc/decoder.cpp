@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
-constexpr int64_t kManyRows = 64;         // fewer read the weights at the speed of memory as it is
 constexpr int64_t kPhasesPerLayer = 12;
 constexpr int64_t kOtherPhases = 6;
 
@@ -95,8 +94,8 @@ Batch batch_of(const StepTensors& step, const GroupTensors& group, int64_t windo
 template <typename Share>
 class Pass {
 public:
-    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, int threads, Share& share)
-        : s_(shape), step_(step), m_(memory), threads_(threads), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Share& share)
+        : s_(shape), step_(step), m_(memory), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
     void begin(const Cut& cut) {
         if (cut.part == Cut::kBefore) residual_ = cut.lanes;
@@ -176,8 +175,7 @@ private:
     }
 
     void linear(const bf16* x, int64_t num_in, const Matrix& weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
-        const TileLinearArgs args = {x, m_.units, weight, bias, out, num_in, rows_, num_in, num_out, sink,
-                                     rows_ < kManyRows ? 0 : threads_};
+        const TileLinearArgs args = {x, m_.units, weight, bias, out, num_in, rows_, num_in, num_out, sink};
         const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
         const int64_t panels = (num_out + outs - 1) / outs, rows_at_once = rows_at_once_of(num_in), chunks = (rows_ + rows_at_once - 1) / rows_at_once;
         share_(panels * chunks, [&](int64_t i) {
@@ -229,7 +227,6 @@ private:
     const DecoderTensors& s_;
     const StepTensors& step_;
     const Activations& m_;
-    const int threads_;
     Share& share_;
     const TileTable& tiles_;
     int64_t rows_;
@@ -297,7 +294,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](auto share) {
-        Pass pass(shape_, step, memory, threads, share);
+        Pass pass(shape_, step, memory, share);
         pass.begin(cut);
         for (size_t i = first; i < layers_.size(); i++) {
             pass.project(layers_[i], pools[i]);

@@ -203,7 +203,6 @@ struct TileLinearArgs {
     int64_t weight_row_stride;
     int64_t rows, num_in, num_out;
     Sink sink;
-    int64_t panels_ahead;  // the panel that this thread will probably take next is so many after this one; 0: do not read ahead
 };
 
 struct FixArgs {
