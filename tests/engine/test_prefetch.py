@@ -207,10 +207,15 @@ def test_prefetching_waits_while_somebody_restores(tier: MemoryTier) -> None:
     core.add("runs", prompt(1), greedy(1))
     core.step()
     assert cache.is_restoring
+    [lane] = cache.hierarchy.lanes
+    end = time.monotonic() + 10
+    while not lane._running:
+        assert time.monotonic() < end, "the tier is not asked"
+        time.sleep(0.002)
     core.add("waits", prompt(2), greedy(1))
     core.step()
+    assert cache._prefetches.is_loading
     time.sleep(0.05)
-    [lane] = cache.hierarchy.lanes
     assert len(lane._running) == 1  # the tier was asked for one of the two
     faults.running.set()
     finish(core, cache, "runs", "waits")
