@@ -36,36 +36,45 @@ def _cell(figure: dict[str, float], form: str) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """TTFT, KL and answers as the ratio grows."""
+    """TTFT, KL and answers as the ratio grows: what there is of them."""
     from matplotlib.figure import Figure as Plot
 
-    plot = Plot(figsize=(12, 3.6), layout="constrained")
-    on_ttft, on_kl, on_same = plot.subplots(1, 3)
+    panels = bool(report["speed"]) + 2 * bool(report["quality"])
+    plot = Plot(figsize=(4 * panels, 3.4), layout="constrained")
+    left = iter(plot.subplots(1, panels, squeeze=False)[0])
     places = [100 * ratio for ratio in RATIOS.values()]
+
+    def panel(title: str) -> Any:
+        axes = next(left)
+        axes.set_ylabel(title)
+        axes.set_xlabel("computed anew, % of the passages' tokens")
+        return axes
 
     def line(axes: Any, figures: Sequence[dict[str, float]], label: str) -> None:
         values = [one["value"] for one in figures]
         around = [[one["value"] - one["low"] for one in figures], [one["high"] - one["value"] for one in figures]]
         axes.errorbar(places, values, yerr=around, marker=".", capsize=2, label=label)
 
-    by_name = {row["variant"]: row for row in report["speed"]}
-    if by_name:
-        line(on_ttft, [by_name[name]["ttft_s"] for name in RATIOS], "blended")
+    if report["speed"]:
+        axes, by_name = panel("TTFT, seconds"), {row["variant"]: row for row in report["speed"]}
+        line(axes, [by_name[name]["ttft_s"] for name in RATIOS], "blended")
         for name, style in (("full", "-"), ("prefix", "--")):
-            on_ttft.axhline(by_name[name]["ttft_s"]["value"], color="grey", linestyle=style, label=name)
-        on_ttft.axhline(by_name["full"]["ttft_s"]["value"] / 2.5, color="green", linestyle=":", label="full / 2.5")
-    on_ttft.set_ylim(bottom=0)
-    on_ttft.set_ylabel("TTFT, seconds")
-    for kind in KINDS:
-        rows = {row["variant"]: row for row in report["quality"] if row["kind"] == kind}
-        if rows:
+            axes.axhline(by_name[name]["ttft_s"]["value"], color="grey", linestyle=style, label=name)
+        axes.axhline(by_name["full"]["ttft_s"]["value"] / 2.5, color="green", linestyle=":", label="full / 2.5")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize="small")
+    if report["quality"]:
+        on_kl, on_answers = (
+            panel("KL(full || blended), nats a token"),
+            panel("answers: right (line: with full prefill)"),
+        )
+        for kind in KINDS:
+            rows = {row["variant"]: row for row in report["quality"] if row["kind"] == kind}
             line(on_kl, [rows[name]["kl"] for name in RATIOS], kind)
-            line(on_same, [rows[name]["same"] for name in RATIOS], kind)
-    on_kl.set_yscale("symlog", linthresh=1e-4)
-    on_kl.set_ylabel("KL(full || blended), nats a token")
-    on_same.set_ylabel("answers that are full prefill's")
-    for axes in (on_ttft, on_kl, on_same):
-        axes.set_xlabel("computed anew, % of the passages' tokens")
-        if axes.lines:
-            axes.legend(fontsize="small")
+            line(on_answers, [rows[name]["right"] for name in RATIOS], kind)
+            on_answers.axhline(rows["naive"]["right_full"]["value"], color="grey", linewidth=0.8)
+        on_kl.set_yscale("symlog", linthresh=1e-3)
+        on_answers.set_ylim(0, 1)
+        on_kl.legend(fontsize="small")
+        on_answers.legend(fontsize="small")
     plot.savefig(path, dpi=90)

@@ -10,7 +10,7 @@ from pagoda.errors import InvalidRequest
 
 DEFAULT_RATIO = 0.15
 # Ordinary text leaves 0.001 to 0.004 at a ratio of 0.15, and 0.006 to 0.015 at 0 (docs/blend.md).
-DEFAULT_MAX_DEVIATION = 0.005
+DEFAULT_MAX_DEVIATION = 0.003
 
 
 class Span(NamedTuple):
