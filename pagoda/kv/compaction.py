@@ -18,13 +18,13 @@ import numpy as np
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.block_table import BlockTable
-from pagoda.kv.books import Books
 from pagoda.kv.lease import Lease
+from pagoda.kv.purging import Purging
 
 Move = Callable[[int, BlockIds, BlockIds], None]
 
 
-class Compactor(Books):
+class Compactor(Purging):
     """Books on leases that can be compacted."""
 
     def compact(self, lease: Lease, num_kept: Sequence[int | None], move: Move) -> None:

@@ -331,7 +331,7 @@ class TieredCache(LeasedBelow):
         self._forget_names(ids)
 
     def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
-        """See Books. Of a prefix in a scope, blocks that only tiers have go too."""
+        """See Purging. Of a prefix in a scope, blocks that only tiers have go too."""
         self._prefetches.clear()
         count = super().purge(where, prefix)
         self._below.end(where, np.empty(0, dtype=np.int32) if prefix is None else prefix)
