@@ -97,4 +97,4 @@ class LeaseDesk:
         """A request ends: nobody waits for its answers, and what it asked for is not kept."""
         case = self._cases.pop(request_id, None)
         for promise in case.promises.values() if case is not None else ():
-            promise.cancel()
+            promise.is_cancelled = True

@@ -52,6 +52,7 @@ class Promise:
         hold: the request's hold on the pool's blocks while it is decided.
         blocks: of each record that the pool has, its block.
         is_held: whether the tier took it; None until it is decided.
+        is_cancelled: nobody wants it any more, whatever the tier says.
     """
 
     wish: Wish
@@ -64,6 +65,7 @@ class Promise:
     asked: Hold
     missing: list[RecordId] = field(default_factory=list)
     is_held: bool | None = None
+    is_cancelled: bool = False
     has_brought: bool = False
     _deadline: float = field(default_factory=lambda: time.monotonic() + _DECIDE_S)
 
@@ -76,10 +78,6 @@ class Promise:
     def is_late(self) -> bool:
         """Whether the tier took too long."""
         return time.monotonic() > self._deadline
-
-    def cancel(self) -> None:
-        """Nobody wants it any more."""
-        self._deadline = 0.0
 
 
 class TierLeases:
@@ -151,7 +149,9 @@ class TierLeases:
                     self._give_up(promise)
 
     def _advance(self, promise: Promise) -> None:
-        if promise.missing:
+        if promise.is_cancelled:
+            promise.is_held = False
+        elif promise.missing:
             some, promise.missing = promise.missing[:_BLOCKS_A_STEP], promise.missing[_BLOCKS_A_STEP:]
             self._bring(promise.lane, [(promise.blocks[record], record) for record in some])
             if not promise.missing:
@@ -220,4 +220,4 @@ class TierLeases:
                 self._retention.release(lease)
         for promise in self._open:
             if is_meant(promise.wish.scope, promise.wish.tokens):
-                promise.cancel()
+                promise.is_cancelled = True

@@ -161,7 +161,7 @@ def test_report_pairs_ours_with_the_best_peer() -> None:
         "rounds": 2,
     }
     assert first["engines"]["llama"]["spread"]["median"] == pytest.approx(0.8)
-    load = report["load"][1]
+    load = report["load"][2]
     assert load["limit_ms"] == 1000.0
     assert load["load_rps"]["pagoda"] == pytest.approx(4.0)
     assert 1 < load["load_rps"]["vllm"] < 4
@@ -174,9 +174,9 @@ def test_report_pairs_ours_with_the_best_peer() -> None:
 def test_no_ratio_over_a_peer_that_no_rate_saturates() -> None:
     peers = {"pagoda": FakePeer(0.2), "vllm": FakePeer(0.3)}
     report = report_of(contest(peers, [rated(0.5), rated(2.0)], 1))
-    assert [row["ratio"] is None for row in report["load"]] == [False, True, True]
+    assert [row["ratio"] is None for row in report["load"]] == [True, False, True, True]
     load_table = tables(report, list(peers), "pagoda")[1]
-    assert [list(column.cells)[1] for column in load_table.columns] == ["1000 ms", ">= 2", ">= 2", ""]
+    assert [list(column.cells)[2] for column in load_table.columns] == ["1000 ms", ">= 2", ">= 2", ""]
 
 
 def test_failed_engines_are_in_the_table_as_such(tmp_path: Path) -> None:

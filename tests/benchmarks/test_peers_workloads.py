@@ -44,7 +44,7 @@ def test_shapes_are_those_of_the_specification(key: str, count: int, prompt: int
     assert {request.max_tokens for request in requests} == {out}
 
 
-@pytest.mark.parametrize(("key", "prefix"), [("b", 2048), ("e", 2048), ("e2", 7000), ("g@1", 1024)])
+@pytest.mark.parametrize(("key", "prefix"), [("b", 2048), ("e", 2048), ("e2", 7000), ("g@4", 1024)])
 def test_setup_warms_the_shared_prefix_and_nothing_else(key: str, prefix: int) -> None:
     work = made()[key].make(0)
     assert len(work.setup) == 1

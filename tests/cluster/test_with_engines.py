@@ -171,9 +171,9 @@ async def test_what_left_the_pool_for_a_tier_is_still_known_to_be_there(
     async with cluster(folder, tiers=["dram:8MiB"]) as fleet:
         first, _, _ = await fleet.ask(text("alice"))
         index = fleet.router.placement.index
-        await fleet.until(lambda: blocks_of(fleet.router, first) > 5)
+        await eventually(lambda: blocks_of(fleet.router, first) > 5)
         await fleet.replicas[first].backend.manage(lambda cache: cache.clear())
-        await fleet.until(lambda: not len(index._events["GPU"]) and len(index._events["CPU"]) > 5)
+        await eventually(lambda: not len(index._events["GPU"]) and len(index._events["CPU"]) > 5)
         again, _, _ = await fleet.ask(text("alice"))
         assert again == first
 

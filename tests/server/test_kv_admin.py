@@ -211,7 +211,7 @@ async def test_the_command_line(
 
         await ask(live, "At dawn?", control={"type": "ephemeral"})
         listed = await command("kv", "ls")
-        assert listed.startswith("56 blocks: ")
+        assert listed.startswith("57 blocks: ")
         assert "acme" in listed
         assert "lease-" in listed
         whole = json.loads(await command("kv", "ls", "--json"))

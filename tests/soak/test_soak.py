@@ -132,7 +132,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
     def faulty(*args: Any, **options: Any) -> Tier:
         return FaultyTier(MemoryTier(2 << 20), faults)
 
-    monkeypatch.setattr("pagoda.engine.engine.open_tier", faulty)
+    monkeypatch.setattr("pagoda.engine.assembly.open_tier", faulty)
     engine = Engine(
         str(folder),
         dtype="float32",
