@@ -53,7 +53,7 @@ PRESSURE = PressureConfig(
     longest_share=0.5,
     classes={
         ServiceClass.INTERACTIVE: ClassLimits(max_wait_s=4.0, max_waiting=16),
-        ServiceClass.STANDARD: ClassLimits(max_wait_s=8.0, max_waiting=48),
+        ServiceClass.STANDARD: ClassLimits(max_wait_s=4.0, max_waiting=48),
         ServiceClass.BATCH: ClassLimits(max_wait_s=120.0, max_waiting=16),
     },
 )

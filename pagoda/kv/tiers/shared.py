@@ -193,6 +193,8 @@ class SharedTier(Tier):
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._table = SharedTable(header[0], rows)
+        with self._locked() as table:
+            table.settle()
         self._granules = memory[self._capacity - self._num_granules * self._granule_bytes :].reshape(
             self._num_granules, self._granule_bytes
         )
@@ -242,8 +244,9 @@ class SharedTier(Tier):
             (former,) = table.find([record.id])
             if former is not None:
                 row["lease_until"] = max(record.lease_until, float(table.rows["lease_until"][former]))
+            table.publish(head)  # before the former goes: a writer killed between the two leaves both, never neither
+            if former is not None:
                 table.remove(former)
-            table.publish(head)
         return Stored(payload.size)
 
     def _make_room(self, table: SharedTable, count: int, owner: OwnerTag) -> Rows | None:

@@ -121,9 +121,22 @@ class SharedTable:
         names = [id.to_bytes() for id in ids]
         heads = self.heads()
         wanted = np.array([_prefix(name) for name in names], dtype=np.uint64)
-        heads = heads[np.isin(self._column["prefix"][heads], wanted)]
-        known = {self._column["id"][head].tobytes(): int(head) for head in heads}
+        known = self._by_id(heads[np.isin(self._column["prefix"][heads], wanted)])
         return [known.get(name) for name in names]
+
+    def settle(self) -> None:
+        """Remove what a writer that died as it replaced records left twice."""
+        self._by_id(self.heads())
+
+    def _by_id(self, heads: Rows) -> dict[bytes, int]:
+        """These records by id; of two with one id, the one written later stays."""
+        known: dict[bytes, int] = {}
+        for head in heads[np.argsort(self._column["generation"][heads], kind="stable")].tolist():
+            name = self._column["id"][head].tobytes()
+            if name in known:
+                self.remove(known[name])
+            known[name] = head
+        return known
 
     def chain(self, head: int) -> Rows:
         """The rows of a record in sequence, its head first."""

@@ -15,7 +15,7 @@ from pagoda.kv.keys import NO_OWNER
 from pagoda.kv.tiers import shared
 from pagoda.kv.tiers.records import Corrupt, Found, Missing, Reason, Rejected, Stored, Target
 from pagoda.kv.tiers.shared import SharedTier
-from pagoda.kv.tiers.shared_table import FREE, WRITE_DEADLINE_S, Writer
+from pagoda.kv.tiers.shared_table import FREE, WRITE_DEADLINE_S, SharedTable, Writer
 from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 CAPACITY = 128 * KIB
@@ -147,6 +147,32 @@ def test_a_removal_cut_short_leaves_no_granule_lost(tmp_path: Path) -> None:
         table.rows["state"][head] = FREE
     assert tier.usage() == empty
     assert tier.put([record(n) for n in range(14)]) == [Stored(8 * KIB)] * 14
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_writer_killed_as_it_replaces_a_record_leaves_one_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: bool
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(table: SharedTable, head: int) -> None:
+        raise Killed
+
+    clock = Clock()
+    with open_tier(tmp_path, clock) as tier, open_tier(tmp_path, clock) as friend:
+        tier.put([record(1, 5 * KIB, lease_until=clock.now + 100)])
+        tier.put([record(2, KIB)])
+        monkeypatch.setattr(SharedTable, "remove", killed)
+        with pytest.raises(Killed):
+            tier.put([record(1, 3 * KIB)])
+        monkeypatch.undo()
+        left = open_tier(tmp_path, clock) if reopened else friend
+        assert get(left, rid(1))[0] == Found(3 * KIB)
+        assert left.usage().num_records == 2
+        assert [info.lease_until for info in left.scan() if info.id == rid(1)] == [clock.now + 100]
+        left.delete([rid(1)])
+        assert get(left, rid(1))[0] == Missing()
 
 
 def test_a_maker_that_died_before_the_end_leaves_a_new_file(tmp_path: Path) -> None:
