@@ -67,7 +67,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a core on a ladder without delays, and what sets its level."""
 
     def make(**options: Any) -> tuple[EngineCore, FakeRunner, Stuck]:
-        ladder = LadderConfig(rise_s=0.0, fall_s=0.0)
+        ladder = LadderConfig(rise_s=0.0, fall_s=0.0, levels=frozenset(options.pop("levels", range(1, 6))))
         pressure = PressureConfig(ladder, **options.pop("pressure", {}))
         core, runner = make_core(**{"pressure": pressure, "max_model_len": 64} | options)
         return core, runner, Stuck(core, monkeypatch)
@@ -99,6 +99,19 @@ def test_level_1_lets_fewer_run_and_computes_less_of_prompts_in_a_step(pressed: 
         stuck.step()
         assert len(running(core)) <= 6
         assert sum(count for count in runner.steps[-1] if count > 1) <= 16
+    stuck.to(0)
+    stuck.finish([f"r{index}" for index in range(10)], 20)
+
+
+def test_what_a_level_that_is_passed_over_does_is_not_done_above_it(pressed: Any) -> None:
+    core, runner, stuck = pressed(num_blocks=400, max_num_seqs=8, token_budget=32, levels=[4, 5])
+    for index in range(10):
+        add(core, f"r{index}", length=20)
+    stuck.to(4)
+    stuck.step()
+    assert sum(runner.steps[-1]) == 32
+    assert core.pressure.fit_share() == 1.0
+    assert core._scheduler.relief.reserves_outputs
     stuck.to(0)
     stuck.finish([f"r{index}" for index in range(10)], 20)
 

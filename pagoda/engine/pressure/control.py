@@ -76,11 +76,11 @@ class PressureControl:
 
     def fit_share(self) -> float:
         """Of the tokens that a `kv_policy` of budget `fit` may keep, how many one that comes now may."""
-        return self._config.longest_share if self._ladder.level >= Level.COMPRESS else 1.0
+        return self._config.longest_share if self._ladder.does(Level.COMPRESS) else 1.0
 
     def compress(self) -> None:
         """Shrink a running context that allows it, if the level asks for that. Call it once a step."""
-        if self.compressor is not None and self._ladder.level >= Level.COMPRESS:
+        if self.compressor is not None and self._ladder.does(Level.COMPRESS):
             self.compressor.shrink_longest()
 
     def admit(self, request: Request) -> None:
@@ -122,7 +122,7 @@ class PressureControl:
         change = self._ladder.look(signals)
         if change is not None:
             self._change(change)
-        if self._ladder.level >= Level.EVICT:
+        if self._ladder.does(Level.EVICT):
             self._cache.keep_free(int(self._config.free_share * self._cache.num_blocks))
         self._write_report(signals, rss_bytes)
 
@@ -163,15 +163,14 @@ class PressureControl:
         logger.warning(
             "pressure level %d (%s), was %d: %s", change.after, change.after.name.lower(), change.before, change.signals
         )
-        level, whole = change.after, self._scheduler.whole_relief
-        smaller = level >= Level.SHRINK
+        whole, smaller = self._scheduler.whole_relief, self._ladder.does(Level.SHRINK)
         self._scheduler.relief = Relief(
             max_running=max(1, int(self._config.batch_share * whole.max_running)) if smaller else whole.max_running,
             prefill_budget=max(self._cache.block_size, int(self._config.prefill_share * whole.prefill_budget))
             if smaller
             else whole.prefill_budget,
-            reserves_outputs=level >= Level.HOLD,
-            makes_way=level >= Level.PREEMPT,
+            reserves_outputs=self._ladder.does(Level.HOLD),
+            makes_way=self._ladder.does(Level.PREEMPT),
         )
         for listener in self.listeners:
             listener(change)

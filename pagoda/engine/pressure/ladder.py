@@ -90,7 +90,8 @@ class LadderConfig:
     """How the level follows the signals.
 
     Attributes:
-        levels: those that are gone to; the others are passed over. With none of them the level is always 0.
+        levels: those that are gone to; the others are passed over, and what they do is not done on higher levels
+            either. With none of them the level is always 0.
         thresholds: see there.
         leave: a level is left below this share of its thresholds.
         rise_s: how long a level is given before the next one.
@@ -158,6 +159,10 @@ class Ladder:
         elif now - max(self._pressed_at, self._changed_at) >= self._config.fall_s:
             return self._go(self._steps[at - 1], signals)
         return None
+
+    def does(self, level: Level) -> bool:
+        """Whether what a level does is done now: it or a higher one was gone to, and it is not passed over."""
+        return self.level >= level and level in self._steps
 
     def _asked(self, signals: Signals, share: float) -> Level:
         """The highest level of which some signal has reached a share of its threshold."""
