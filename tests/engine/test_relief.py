@@ -223,6 +223,17 @@ def test_level_4_refuses_and_below_it_nothing_is(pressed: Any) -> None:
     stuck.finish(["alone"], 12)
 
 
+def test_nothing_is_refused_above_level_4_where_that_is_passed_over(pressed: Any) -> None:
+    limits = {kind: ClassLimits(max_wait_s=1.0, max_waiting=1) for kind in ServiceClass}
+    core, _, stuck = pressed(num_blocks=40, max_num_seqs=1, levels=[5], pressure={"classes": limits})
+    add(core, "r0")
+    stuck.step()
+    stuck.to(5)
+    for index in range(1, 4):
+        add(core, f"r{index}")
+    stuck.finish([f"r{index}" for index in range(4)], 12)
+
+
 def test_level_5_makes_way_for_a_higher_class(pressed: Any) -> None:
     core, _, stuck = pressed(num_blocks=24, tenants=CLASSES, max_num_seqs=8)
     for index in range(3):

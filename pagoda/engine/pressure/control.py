@@ -107,7 +107,7 @@ class PressureControl:
         )
         refused_before = self._gate.num_refused.total()
         try:
-            self._gate.check(ask, line, self._ladder.level)
+            self._gate.check(ask, line, self._ladder.level if self._ladder.does(Level.HOLD) else Level.CALM)
         finally:
             if self._gate.num_refused.total() > refused_before:
                 self._write_report(self.report.signals, self.report.rss_bytes)
