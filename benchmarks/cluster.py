@@ -120,20 +120,32 @@ async def replay(url: str, sessions: Sequence[Session], concurrency: int, max_to
     run.seconds = time.perf_counter() - started
 
 
-async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int, run: Run) -> None:
+@asynccontextmanager
+async def completion(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> AsyncIterator[httpx.Response]:
+    """A completion of so many tokens that is streamed; raises httpx.HTTPStatusError if it is not given."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
+    async with http.stream("POST", "/v1/completions", json={**body, **stream}) as answer:
+        answer.raise_for_status()
+        yield answer
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, as they come."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int, run: Run) -> None:
     started = time.perf_counter()
     first: float | None = None
     usage = None
     try:
-        async with http.stream("POST", "/v1/completions", json={**body, **stream}) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
+        async with completion(http, prompt, max_tokens) as answer:
+            async for event in events(answer):
                 first = time.perf_counter() - started if first is None else first
-                usage = json.loads(line[6:]).get("usage") or usage
+                usage = event.get("usage") or usage
             replica = answer.headers.get("x-pagoda-replica", "?")
     except httpx.HTTPStatusError as error:
         run.num_refused += error.response.status_code == 400

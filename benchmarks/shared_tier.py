@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster import MODEL, replicas
+from benchmarks.cluster import completion, events, replicas
 from benchmarks.texts import source_text
 
 console = Console(stderr=True, width=120)
@@ -42,18 +42,12 @@ class Answer:
 
 async def ask(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> Answer:
     """Stream a completion."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     started, first, text, usage = time.perf_counter(), None, "", {}
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json={**body, **stream}) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
+    async with completion(http, prompt, max_tokens) as answer:
+        async for event in events(answer):
             first = time.perf_counter() - started if first is None else first
-            chunk = json.loads(line[6:])
-            text += "".join(choice["text"] for choice in chunk["choices"])
-            usage = chunk.get("usage") or usage
+            text += "".join(choice["text"] for choice in event["choices"])
+            usage = event.get("usage") or usage
     hit = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Answer(first or 0.0, usage["prompt_tokens"], hit, text)
 

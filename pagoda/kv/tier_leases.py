@@ -131,11 +131,6 @@ class TierLeases:
         capacity = usage.capacity_bytes
         return capacity is None or self._taken[lane] + num_bytes <= _LARGEST_SHARE * capacity
 
-    @property
-    def is_deciding(self) -> bool:
-        """Whether any lease is not decided yet."""
-        return bool(self._open)
-
     def poll(self) -> None:
         """Bring on what is being decided. Call once a step."""
         for promise in list(self._open):

@@ -77,12 +77,11 @@ class Write:
         return not num_failed
 
 
-@dataclass(frozen=True, slots=True)
-class SetLease:
-    """Records to keep until a Unix time, of those that are there."""
+class _OfNames:
+    """A Job on records that are there already: their ids are all it has in the queue, and nothing is lost with it."""
 
+    __slots__ = ()
     ids: Sequence[RecordId]
-    until: float
     num_lost = 0
     must_be_done = False
 
@@ -91,6 +90,14 @@ class SetLease:
         """See Job."""
         return len(self.ids) * RECORD_ID_BYTES
 
+
+@dataclass(frozen=True, slots=True)
+class SetLease(_OfNames):
+    """Records to keep until a Unix time, of those that are there."""
+
+    ids: Sequence[RecordId]
+    until: float
+
     def do(self, lane: Lane) -> bool:
         """See Job."""
         lane.set_lease(self.ids, self.until)
@@ -98,7 +105,7 @@ class SetLease:
 
 
 @dataclass(eq=False, slots=True)
-class Hold:
+class Hold(_OfNames):
     """Records to keep until a Unix time.
 
     Attributes:
@@ -110,13 +117,6 @@ class Hold:
     until: float
     answered: threading.Event
     found: list[bool] | None = None
-    num_lost = 0
-    must_be_done = False
-
-    @property
-    def num_bytes(self) -> int:
-        """See Job."""
-        return len(self.ids) * RECORD_ID_BYTES
 
     def do(self, lane: Lane) -> bool:
         """See Job."""
@@ -126,17 +126,11 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(_OfNames):
     """Records to delete."""
 
     ids: Sequence[RecordId]
-    num_lost = 0
     must_be_done = True
-
-    @property
-    def num_bytes(self) -> int:
-        """See Job."""
-        return len(self.ids) * RECORD_ID_BYTES
 
     def do(self, lane: Lane) -> bool:
         """See Job."""

@@ -117,7 +117,10 @@ class SharedTable:
         return np.flatnonzero(self._column["state"] == HEAD)
 
     def find(self, ids: Sequence[RecordId]) -> list[int | None]:
-        """The head row of each id, or None: one pass over the table for the whole batch."""
+        """The head row of each id, or None: one pass over the table for the whole batch.
+
+        Mutates only what a dead writer left: of two records with one of these ids, the earlier goes.
+        """
         names = [id.to_bytes() for id in ids]
         heads = self.heads()
         wanted = np.array([_prefix(name) for name in names], dtype=np.uint64)
