@@ -166,6 +166,7 @@ def random_load(
     max_tokens: int,
     before_step: Callable[[int], None] = lambda step: None,
     scopes: Sequence[Scope] = (Scope(),),
+    until: Callable[[], bool] = lambda: True,
 ) -> None:
     """Requests that share prefixes at random, some aborted; checks the books after each step, and every output.
 
@@ -174,10 +175,14 @@ def random_load(
         max_tokens: outputs are shorter than this.
         before_step: called with the step's number.
         scopes: each request has one of these.
+        until: what must have happened in the end, where threads' speed decides when: the load goes on for it, 30 times
+            as long if need be.
     """
     prompts: dict[str, list[int]] = {}
     finished: dict[str, list[int]] = {}
-    for step in range(num_steps):
+    for step in range(30 * num_steps):
+        if step >= num_steps and until():
+            break
         before_step(step)
         if rng.random() < arrivals and core.num_waiting < 5:
             base = list(prompts.values())[rng.integers(len(prompts))][: rng.integers(60)] if prompts else []

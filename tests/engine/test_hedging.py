@@ -207,6 +207,15 @@ def test_random_load_over_tiers_of_changing_speed(
             faults.delay_s = float(rng.choice([0.0, 0.0005, 0.002, 0.01]))
             faults.failing, faults.corrupting = rng.random(2) * 0.1
 
-    random_load(core, rng, num_steps=400, arrivals=0.4, max_tokens=20, before_step=change)
-    assert core.cache.stats.num_restored_tokens > 0
+    stats = core.cache.stats
+    random_load(
+        core,
+        rng,
+        num_steps=400,
+        arrivals=0.4,
+        max_tokens=20,
+        before_step=change,
+        until=lambda: stats.num_restored_tokens > 0,
+    )
+    assert stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0

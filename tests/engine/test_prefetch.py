@@ -237,8 +237,17 @@ def test_random_load_with_a_short_bench_leaks_nothing(windows: tuple[int | None,
         if step % 70 == 0:
             core.cache.clear()
 
-    random_load(core, rng, num_steps=300, arrivals=0.4, max_tokens=20, before_step=change_faults)
-    assert core.cache.stats.num_prefetched_tokens > 0
+    stats = core.cache.stats
+    random_load(
+        core,
+        rng,
+        num_steps=300,
+        arrivals=0.4,
+        max_tokens=20,
+        before_step=change_faults,
+        until=lambda: stats.num_prefetched_tokens > 0,
+    )
+    assert stats.num_prefetched_tokens > 0
     assert core.cache.num_held_blocks == 0
     assert isinstance(core.cache, TieredCache)
     assert core.cache.hierarchy.fetcher._staged == 0

@@ -221,8 +221,17 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
             faults.failing, faults.corrupting, faults.delay_s = rng.random(3) * (0.3, 0.3, 0.002)
             faults.unavailable = bool(rng.random() < 0.2)
 
-    random_load(core, rng, num_steps=300, arrivals=0.4, max_tokens=20, before_step=change_faults)
-    assert core.cache.stats.num_restored_tokens > 0
+    stats = core.cache.stats
+    random_load(
+        core,
+        rng,
+        num_steps=300,
+        arrivals=0.4,
+        max_tokens=20,
+        before_step=change_faults,
+        until=lambda: stats.num_restored_tokens > 0,
+    )
+    assert stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0
 
 

@@ -145,6 +145,10 @@ def test_a_seed_gives_the_same_tokens_in_any_batch():
     assert rollout(5, 30, others=7, position=7) == alone
     assert rollout(6, 30, others=0, position=0) != alone
     assert rollout(5, 30, others=0, position=0, index=1) != alone
+
+
+def test_requests_without_a_seed_draw_differently(monkeypatch):
+    monkeypatch.undo()  # the draws that tests/conftest.py fixes
     assert rollout(None, 30, 0, 0) != rollout(None, 30, 0, 0)
 
 
