@@ -1,4 +1,4 @@
-"""For all tests: random inputs are generated at whatever speed a busy machine has, and no test hangs on a lucky draw."""
+"""For all tests: random inputs are made at whatever speed a busy machine has, and no test hangs on a lucky draw."""
 
 import pytest
 from hypothesis import HealthCheck, settings
