@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.peers.sessions import split_turns
 from benchmarks.texts import source_text
 from pagoda.cluster.local import HOST, TOKEN_ENV, LocalReplicas
 from pagoda.cluster.routing import ROUTING_POLICIES
 
-console = Console(stderr=True, width=120)
+console = consoles.progress()
 START_S = 180.0
 MODEL = "bench"
 

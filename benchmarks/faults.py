@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.texts import source_text
 from pagoda import Engine, SamplingParams
 from pagoda.engine.core import EngineCore
@@ -245,7 +245,7 @@ def main() -> None:
                 engine.core, load, places[place], fault, size=size, small=blocks * block_bytes // 3 + (2 << 20)
             )
             rows[f"{place}, {fault}"] = outcome.row(alone.outputs, alone)
-            Console(stderr=True).print(f"{place}, {fault}: {rows[f'{place}, {fault}']}")
+            consoles.progress().print(f"{place}, {fault}: {rows[f'{place}, {fault}']}")
     engine.close()
     if args.json:
         json.dump(rows, sys.stdout, indent=2)
@@ -253,7 +253,7 @@ def main() -> None:
         table = Table("tier, fault", *next(iter(rows.values())))
         for name, row in rows.items():
             table.add_row(name, *map(str, row.values()))
-        Console().print(table)
+        consoles.results().print(table)
     sys.exit(any(row["wrong"] or row["stuck"] for row in rows.values()))
 
 

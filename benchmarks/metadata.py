@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from pagoda.kv.cache import KVCache, TokenArray
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.layout import KVLayout
@@ -229,7 +229,7 @@ def main() -> None:
     for name in args.only or [name for name in SECTIONS if name != "vllm" or args.vllm]:
         results[name] = SECTIONS[name](args)
         if not args.json:
-            Console().print(table(name, results[name]))
+            consoles.results().print(table(name, results[name]))
     if args.json:
         json.dump(results, sys.stdout, indent=2)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
+from benchmarks import consoles
 from benchmarks.show import asks, greedy, timed
 from pagoda import Engine
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
@@ -27,7 +27,7 @@ from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 
-console = Console(stderr=True)
+console = consoles.progress()
 
 RATES = (0.1e9, 1e9, 10e9)
 DELAYS = (0.1e-3, 1e-3, 10e-3, 100e-3)

@@ -16,9 +16,9 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.never_slower import ratio_interval
 from benchmarks.show import asks, greedy
 from pagoda import Engine
@@ -147,7 +147,7 @@ def main() -> None:
     for rate, delay in POINTS:
         name = f"{rate / 1e9:g} GB/s, {delay * 1e3:g} ms"
         rows[name] = measure(engine.core, cache, memory, (rate, delay), prompts, args.rounds)
-        Console(stderr=True).print(f"{name}: {rows[name]}")
+        consoles.progress().print(f"{name}: {rows[name]}")
     cache.hierarchy = own
     engine.close()
     if args.json:
@@ -156,7 +156,7 @@ def main() -> None:
     table = Table("tier", *next(iter(rows.values())))
     for name, row in rows.items():
         table.add_row(name, *map(str, row.values()))
-    Console().print(table)
+    consoles.results().print(table)
 
 
 if __name__ == "__main__":

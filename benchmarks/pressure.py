@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from pagoda import Engine, SamplingParams
 from pagoda.engine.pressure.config import ClassLimits, PressureConfig
 from pagoda.engine.tenants import ServiceClass, TenantSpec
@@ -238,7 +238,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
             f"{figures['hit_rate']:.0%}",
             *(f"{outcome.quantile(kind, 0.99):.1f} s" for kind in ServiceClass),
         )
-    Console(stderr=True).print(table)
+    consoles.progress().print(table)
 
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:

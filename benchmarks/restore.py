@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.never_slower import never_slower
 from benchmarks.show import asks, greedy, spread, timed
 from pagoda import Engine
 
-console = Console(stderr=True)
+console = consoles.progress()
 
 
 def ttft(engine: Engine, prompt: list[int]) -> tuple[float, int]:
@@ -74,7 +74,7 @@ def main() -> None:
         json.dump(results, sys.stdout, indent=2)
         return
     for name, result in results.items():
-        Console().print(as_table(name, result))
+        consoles.results().print(as_table(name, result))
 
 
 def as_table(name: str, result: dict[str, Any]) -> Table:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.cluster import completion, events, replicas
 from benchmarks.texts import source_text
 
-console = Console(stderr=True, width=120)
+console = consoles.progress()
 TOKEN = "benchmark"
 STEPS = ("computed by one", "restored by the other", "from its own pool")
 

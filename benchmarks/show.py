@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.texts import source_text
 from pagoda import Engine, SamplingParams
 from pagoda.engine.outputs import StepStats
@@ -37,7 +37,7 @@ QUESTIONS = [
     "What would you test first?",
     "Which names are exported?",
 ]
-console = Console(stderr=True)
+console = consoles.progress()
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -292,7 +292,9 @@ def main() -> None:
         console.print(f"measuring {name} ...")
         results[name] = ttft(engine, args.rounds) if name == "ttft" else SECTIONS[name](engine)
         if not args.json:
-            Console().print(turns_table(results[name]) if name == "conversation" else table(name, results[name]))
+            consoles.results().print(
+                turns_table(results[name]) if name == "conversation" else table(name, results[name])
+            )
     if args.json:
         json.dump(results, sys.stdout, indent=2)
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.peers.messages import Request
 from benchmarks.peers.sessions import read_sessions
 from pagoda import Engine, SamplingParams
@@ -126,7 +126,7 @@ def main() -> None:
                 engine.generate(["warm up the threads, not the cache"], SamplingParams(max_tokens=1))
                 rounds[name].append(serve(engine, requests, args.at_once))
                 engine.close()
-            Console(stderr=True).print(f"{name}: {rounds[name][-1]}")
+            consoles.progress().print(f"{name}: {rounds[name][-1]}")
     rows = {
         name: {key: statistics.median(figures[key] for figures in all_rounds) for key in all_rounds[0]}
         for name, all_rounds in rounds.items()
@@ -137,7 +137,7 @@ def main() -> None:
     table = Table("", *next(iter(rows.values())), title=about, title_justify="left")
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.3f}" for value in row.values()))
-    Console().print(table)
+    consoles.results().print(table)
 
 
 if __name__ == "__main__":

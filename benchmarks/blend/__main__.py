@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import benchmarks.blend
+from benchmarks import consoles
 from benchmarks.blend import quality, speed
 from benchmarks.blend.report import draw, show
 from benchmarks.blend.tasks import MOST_PASSAGES
@@ -37,7 +36,7 @@ def main() -> None:
         parser.error(f"--passages must be between 2 and {MOST_PASSAGES}")
     args.output.mkdir(parents=True, exist_ok=True)
     engine = Engine(args.model, kv_memory=args.kv_memory, token_budget=args.token_budget, progress=False)
-    log = Console(stderr=True).log
+    log = consoles.progress().log
     report: dict[str, Any] = {
         "model": args.model,
         "cpu": cpu_name(),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import consoles
 from benchmarks.blend.tasks import KINDS, RATIOS
 
 
@@ -19,7 +19,7 @@ def show(report: dict[str, Any]) -> None:
         for row in report["speed"]:
             figures = (("ttft_s", "{:.3f}"), ("speedup", "{:.2f}"), ("requests_per_s", "{:.2f}"))
             table.add_row(row["variant"], *(_cell(row[key], form) for key, form in figures), str(row["ttft_s"]["n"]))
-        Console().print(table)
+        consoles.results().print(table)
     if report["quality"]:
         titles = ("KL, nats", "same answer", "right", "right: full", "change, points", "answers", "counts")
         table = Table("task", "variant", *titles)
@@ -28,7 +28,7 @@ def show(report: dict[str, Any]) -> None:
             cells = [_cell(row[key], form) for key, form in figures]
             cells += [f"{row['right_full']['value']:.1%}", _cell(row["change"], "{:+.1f}"), str(row["num_answers"])]
             table.add_row(row["kind"], row["variant"], *cells, "yes" if row["counts"] else "no")
-        Console().print(table)
+        consoles.results().print(table)
 
 
 def _cell(figure: dict[str, float], form: str) -> str:

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from benchmarks import consoles
 from benchmarks.machine import Limits, cpu_name, measure
 from benchmarks.peers.engines import ENGINES, KV_GIB, EngineSpec
 from benchmarks.peers.plots import draw
@@ -43,7 +43,7 @@ OURS = "pagoda"
 WORKLOADS = ("a", "b", "c", "d", "e", "e2", "f", "g")
 CONTEXT = 8192
 MAX_SEQS = 64
-console = Console(stderr=True)
+console = consoles.progress()
 
 
 def arguments() -> argparse.Namespace:
@@ -178,7 +178,7 @@ def main() -> None:
     target = args.out / "peers.json"
     target.write_text(json.dumps(report, indent=1))
     for table in tables(report, list(peers), OURS):
-        Console().print(table)
+        consoles.results().print(table)
     for path in (target, *draw(report, list(peers), OURS, args.out)):
         console.print(f"written: {path}")
 

@@ -11,6 +11,7 @@ is more than INT8 costs: with --dtype float32 all is computed without it, and wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import time
@@ -18,20 +19,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from benchmarks import consoles
 from benchmarks.machine import cpu_name
 from benchmarks.quality import gsm8k, quantized_cache
 from benchmarks.quality.cases import FULL as FULL_SIZE
 from benchmarks.quality.cases import QUICK, Size, corpora
 from benchmarks.quality.forced import Forced
-from benchmarks.quality.report import show, write
+from benchmarks.quality.report import draw, save, show
 from benchmarks.quality.speed import decode_rate
 from benchmarks.quality.suite import Suite
 from benchmarks.quality.variants import Variant, open_engine, references
 
 PARTS = ("text", "tasks", "divergence", "accumulation")
-console = Console(stderr=True)
+console = consoles.progress()
 
 
 def measure(
@@ -73,10 +73,12 @@ def measure(
                 report["text"][corpus] = figures
                 yield so_far()
     if "tasks" in only:
-        report["tasks"] = []
+        done: list[dict[str, Any]] = []
         for kind in size.kinds:
-            report["tasks"] += suite.recall(kind)
-            yield so_far()
+            for figures in suite.recall(kind):
+                report["tasks"] = done + figures
+                yield so_far()
+            done = report["tasks"]
     if "divergence" in only:
         report["divergence"] = suite.divergence()
         yield so_far()
@@ -156,12 +158,13 @@ def main() -> None:
     full, *others = (Variant(each.name, {**common, **each.engine_kwargs}) for each in (Variant("full"), *variants))
     report: dict[str, Any] = {}
     for report in measure(args, size, full, others):
-        written = write(report, args.output)  # what there is so far: a run that is ended early is not lost
+        saved = save(report, args.output)  # what there is so far: a run that is ended early is not lost
     if not report:
         parser.error("nothing to measure: --only names no part, and there is no --gsm8k")
-    show(report, Console())
-    for path in written:
-        console.print(f"wrote {path}")
+    show(report, consoles.results())
+    console.print(f"wrote {saved}")
+    with contextlib.suppress(ImportError):  # the plot is an extra: pip install pagoda-kv[bench]
+        console.print(f"wrote {draw(report, args.output / 'quality.png')}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 
-def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """`quality.json`, and `quality.png` if matplotlib is there."""
+def save(report: Mapping[str, Any], folder: Path) -> Path:
+    """As `quality.json`, which is there whole at any time."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "quality.json"]
-    written[0].write_text(json.dumps(report, indent=2))
-    with contextlib.suppress(ImportError):  # the plot is an extra: pip install pagoda-kv[bench]
-        written.append(draw(report, folder / "quality.png"))
-    return written
+    path = folder / "quality.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=2))
+    return part.replace(path)
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -76,16 +74,15 @@ def _text(title: str, variants: Mapping[str, Any]) -> Table:
 
 
 def _tasks(title: str, tasks: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("task", "tokens", "n", "full: right", "counts", title=title)
-    for name in tasks[0]["variants"]:
-        table.add_column(f"{name}: right")
-        table.add_column("answer NLL change")
+    table = Table("task", "tokens", "n", "contexts", "variant", "right", "change", "answer NLL change", title=title)
     for task in tasks:
-        row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"])]
-        row += [interval(task["exact_match_full"], "{:.0%}"), "yes" if task["counts"] else "no"]
-        for one in task["variants"].values():
-            row += [f"{one['exact_match']['value']:.0%}", interval(one["answer_nll_change"], "{:+.3f}")]
-        table.add_row(*row)
+        full = task["exact_match_full"]
+        row = [task["kind"], str(task["length"] or "all that count"), str(task["num_questions"]), str(full["n"])]
+        counts = "" if task["counts"] else "does not count"
+        table.add_row(*row, "full", interval(full, "{:.1%}"), counts, "")
+        for name, one in task["variants"].items():
+            right, change = interval(one["exact_match"], "{:.1%}"), interval(one["exact_match_change"], "{:+.1%}")
+            table.add_row("", "", "", "", name, right, change, interval(one["answer_nll_change"], "{:+.3f}"))
     return table
 
 

@@ -17,6 +17,7 @@ from benchmarks.quality.tasks import Task, tasks
 
 Tell = Callable[[str], None]
 PASSES = 0.7  # a task says something about a variant only if the full run masters it
+_TRIED = 100  # questions after which a task that it does not master is given up
 
 
 def distance(read: Sequence[Compared], unit: int) -> dict[str, Any]:
@@ -131,22 +132,29 @@ class Suite:
             self.tell(f"task: {kind}, {fits} tokens, {count} contexts")
             yield list(tasks(self.tokenizer, kind, fits, count, questions=self.size.questions))
 
-    def recall(self, kind: str) -> list[dict[str, Any]]:
+    def recall(self, kind: str) -> Iterator[list[dict[str, Any]]]:
         """For each length of a kind of task: who answers right, and how surprising the right answer is.
 
-        The lengths that count are reported together as well, as length None.
+        After each context, of all so far. A length that the full run fails is given up after 100 questions; those
+        that count are reported together as well, as length None.
         """
         report: list[dict[str, Any]] = []
         counted: list[Sequence[Mapping[str, Compared]]] = []
         for asked in self.tasks(kind):
-            contexts = [
-                [self.compare(case) for case in answers(task, decode=self.decode, share=self.share)] for task in asked
-            ]
-            report.append({"kind": kind, "length": asked[0].length, **answered(contexts)})
-            counted += contexts if report[-1]["counts"] else []
+            contexts: list[Sequence[Mapping[str, Compared]]] = []
+            for number, task in enumerate(asked, start=1):
+                cases = answers(task, decode=self.decode, share=self.share)
+                contexts.append([self.compare(case) for case in cases])
+                so_far = {"kind": kind, "length": task.length, **answered(contexts)}
+                yield [*report, so_far]
+                if number % 8 == 0:
+                    self.tell(f"task: {kind}, context {number}/{len(asked)}")
+                if so_far["num_questions"] >= _TRIED and not so_far["counts"]:
+                    break
+            report.append(so_far)
+            counted += contexts if so_far["counts"] else []
         if counted:
-            report.append({"kind": kind, "length": None, **answered(counted)})
-        return report
+            yield [*report, {"kind": kind, "length": None, **answered(counted)}]
 
     def follow(self, count: int, followed: int, what: str) -> dict[str, list[Compared]]:
         """Every variant made to say, token by token, what the full run said of its own accord."""

@@ -45,6 +45,8 @@ _PERSONAL = {
     "favourite fruit": ("apple", "banana", "orange", "cherry"),
     "instrument": ("piano", "violin", "guitar", "drums"),
     "sister's name": ("Anna", "Sarah", "Emma", "Laura"),
+    "favourite animal": ("elephant", "tiger", "dolphin", "horse"),
+    "favourite season": ("spring", "summer", "autumn", "winter"),
 }
 
 

@@ -18,8 +18,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from benchmarks import consoles
 from benchmarks.machine import cpu_name
 from benchmarks.quality.forced import Forced
 from benchmarks.quality.variants import Variant, open_engine
@@ -32,7 +31,7 @@ from benchmarks.sparse.summary import summary
 from pagoda import Engine
 
 PARTS = ("quality", "kvpress", "streaming", "throughput")
-console = Console(stderr=True)
+console = consoles.progress()
 
 
 def arguments() -> argparse.Namespace:
@@ -104,7 +103,7 @@ def main() -> None:
         wide = Variant("full", {"max_num_seqs": quality.MOST_AT_ONCE})
         run(args, open_engine(args.model, wide, token_budget=256, max_model_len=None), records)
     report = collected(args, records)
-    show(report, Console())
+    show(report, consoles.results())
     for path in write(report, args.output):
         console.print(f"wrote {path}")
 

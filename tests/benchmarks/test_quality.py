@@ -19,7 +19,7 @@ from benchmarks.quality.__main__ import measure, resized
 from benchmarks.quality.cases import Case, Size, answers, passages
 from benchmarks.quality.compare import Compared, mean_of, pieces
 from benchmarks.quality.forced import Forced
-from benchmarks.quality.report import show, write
+from benchmarks.quality.report import draw, save, show
 from benchmarks.quality.suite import Suite
 from benchmarks.quality.tasks import KINDS, QUESTIONS, tasks
 from benchmarks.quality.variants import Variant, open_engine
@@ -81,7 +81,7 @@ def suite(full: Forced, **variants: Forced) -> Suite:
     return Suite(full, variants, SIZE, tell=lambda what: None)
 
 
-def whole(pieces: Iterator[dict[str, Any]]) -> dict[str, Any]:
+def whole(pieces: Iterator[Any]) -> Any:
     """The last of what is measured piece by piece."""
     return list(pieces)[-1]
 
@@ -162,7 +162,7 @@ def test_the_whole_report(llama: Path, tmp_path: Path) -> None:
     measured = suite(
         opened(llama, token_budget=128, block_size=16), same=opened(llama, token_budget=128, block_size=16)
     )
-    recalled = [one for kind in KINDS for one in measured.recall(kind)]
+    recalled = [one for kind in KINDS for one in whole(measured.recall(kind))]
     assert [one["kind"] for one in recalled] == list(KINDS)
     for one in recalled:
         assert one["num_questions"] >= 4
@@ -182,9 +182,19 @@ def test_the_whole_report(llama: Path, tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     show(report, console)
     assert "never parts" in console.export_text()
-    for path in write(report, tmp_path):
-        assert path.stat().st_size > 100
+    assert draw(report, tmp_path / "quality.png").stat().st_size > 100
+    save(report, tmp_path)
     assert json.loads((tmp_path / "quality.json").read_text())["tasks"]
+
+
+def test_a_task_that_the_full_run_fails_is_given_up(llama: Path) -> None:
+    full, same = (opened(llama, token_budget=128, block_size=16) for _ in range(2))
+    size = replace(SIZE, lengths=(300, 301), contexts=(20, 1), questions=8)
+    asked = Suite(full, {"same": same}, size, tell=lambda what: None)
+    [failed, _] = whole(asked.recall("multi_key"))
+    assert not failed["counts"]
+    assert failed["num_questions"] == 104, "13 contexts of 8 questions are enough to know"
+    assert failed["exact_match_full"]["n"] == 13
 
 
 @pytest.mark.parametrize("kind", KINDS)
