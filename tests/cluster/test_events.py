@@ -15,7 +15,7 @@ from pagoda.cluster.subscriber import Subscriber
 from pagoda.cluster.wire import sequence_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -139,12 +139,12 @@ async def test_what_does_not_fit_the_queue_is_told_anew() -> None:
 
             def slow(events: Sequence[BlockEvent]) -> None:
                 blocked.set()
-                release.wait(5)
+                release.wait(PATIENCE_S)
                 send(events)
 
             made.publisher._send = slow  # type: ignore[method-assign]
             made.store(0)
-            await asyncio.to_thread(blocked.wait, 5)
+            await asyncio.to_thread(blocked.wait, PATIENCE_S)
             for name in range(1, 10):
                 made.store(name)
             made.remove(0)

@@ -23,7 +23,7 @@ from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv import tier_events
 from tests.model import models, tokenizers_made_here
 from tests.server.conftest import Live, run_server
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 ANY = "tcp://127.0.0.1:*"
 TOKEN = "the cluster's own"
@@ -75,7 +75,7 @@ async def cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
         router = Router([live.url for live in replicas], RouterConfig(token=TOKEN, health_interval_s=0.05))
         await stack.enter_async_context(router.app.router.lifespan_context(router.app))
         http = await stack.enter_async_context(
-            httpx.AsyncClient(transport=httpx.ASGITransport(router.app), base_url="http://router", timeout=20)
+            httpx.AsyncClient(transport=httpx.ASGITransport(router.app), base_url="http://router", timeout=PATIENCE_S)
         )
         fleet = Cluster(router, http, replicas, made)
         await eventually(lambda: router.placement.index.tells == [0, 1])

@@ -17,6 +17,7 @@ from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Record, Target
 from tests.engine.fakes import FakeRunner, expected_output, make_core, random_load, run
 from tests.engine.test_tiers import SLOW_RECOMPUTE, THROUGH, ask, flushed, greedy, prompt
+from tests.waiting import until
 
 LONG = prompt(99, 30)  # what runs while others wait
 LONG_OUTPUT = 400
@@ -208,10 +209,7 @@ def test_prefetching_waits_while_somebody_restores(tier: MemoryTier) -> None:
     core.step()
     assert cache.is_restoring
     [lane] = cache.hierarchy.lanes
-    end = time.monotonic() + 10
-    while not lane._running:
-        assert time.monotonic() < end, "the tier is not asked"
-        time.sleep(0.002)
+    until(lambda: lane._running)
     core.add("waits", prompt(2), greedy(1))
     core.step()
     assert cache._prefetches.is_loading

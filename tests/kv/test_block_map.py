@@ -96,12 +96,12 @@ def test_a_look_at_a_large_pool_is_short() -> None:
         run(cache, rng.integers(0, 1000, 64 * SIZE), Scope(f"tenant {index % 20}"))
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         cache.block_map(2048)
         cache.outline(None, 200)
         cache.blocks_by_namespace()
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.02  # 5 ms on a quiet machine
+        times.append(time.thread_time() - started)
+    assert min(times) < 0.1  # 5 ms; one that looks at all blocks takes hundreds
 
 
 def test_ages_of_sampled_blocks() -> None:

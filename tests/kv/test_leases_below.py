@@ -18,6 +18,7 @@ from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core
+from tests.waiting import PATIENCE_S
 
 NUM_TOKENS, NUM_LEASED = 60, 56
 SCOPE = Scope("a")
@@ -46,7 +47,7 @@ def start(core: EngineCore, seed: int, request_id: str = "r", *, ttl_s: float = 
 
 def finish(core: EngineCore) -> list[RequestOutput]:
     outputs: list[RequestOutput] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while core.has_work and time.monotonic() < deadline:
         outputs += core.step()
         core.cache.check()

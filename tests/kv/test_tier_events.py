@@ -15,6 +15,7 @@ from pagoda.kv.tier_events import TierEvents
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Record, RecordId
 from pagoda.kv.transfer import Lane
+from tests.waiting import until
 
 BYTES = 64
 
@@ -139,10 +140,7 @@ def test_a_tier_that_is_out_is_left_alone_and_looked_at_again(monkeypatch: pytes
         time.sleep(0.05)
         made.faults.unavailable = False
         made.put(1)
-        deadline = time.monotonic() + 5
-        while made.names != {1} and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert made.names == {1}
+        until(lambda: made.names == {1})
     finally:
         made.events.close()
         made.lane.close()

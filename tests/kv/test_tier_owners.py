@@ -21,6 +21,7 @@ from pagoda.kv.transfer import Lane
 from pagoda.kv.write_queue import Purge
 from tests.engine.fakes import VOCAB, expected_output, make_core, run
 from tests.kv.tiers.kit import Clock
+from tests.waiting import PATIENCE_S, until
 
 ALICE, BOB = Scope("alice"), Scope("bob")
 LOOK = 0.01
@@ -56,7 +57,7 @@ def purge(core: EngineCore, tenant: str) -> Purge:
 
 
 def wait(purge: Purge) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while purge.waiting and time.monotonic() < deadline:
         time.sleep(LOOK)
     assert not purge.waiting
@@ -78,12 +79,8 @@ def test_records_bear_their_tenants_mark() -> None:
     keys = KeyChain(core.cache.layout.fingerprint({"weights": "another model"}))
     owners = tier.usage().owners
     assert owners.keys() == {keys.owner("alice"), keys.owner("bob")}
-    tiered(core).bytes_by_tier()  # asks for what the next look tells
-    time.sleep(0.1)
-    assert tiered(core).bytes_by_tier() == {
-        "alice": {"memory": owners[keys.owner("alice")]},
-        "bob": {"memory": owners[keys.owner("bob")]},
-    }
+    expected = {name: {"memory": owners[keys.owner(name)]} for name in ("alice", "bob")}
+    until(lambda: tiered(core).bytes_by_tier() == expected)  # each look asks for what the next one tells
 
 
 def test_a_tenant_is_purged_from_tiers_too_and_stays_so_after_a_restart() -> None:
@@ -108,7 +105,7 @@ class _Standing:
         self.go_on = threading.Event()
 
     def do(self, lane: Lane) -> bool:
-        return self.go_on.wait(10)
+        return self.go_on.wait(PATIENCE_S)
 
 
 def test_until_a_tier_has_purged_a_tenant_it_gives_it_nothing() -> None:
@@ -190,7 +187,7 @@ def test_what_could_not_be_deleted_is_tried_again_and_not_found_meanwhile(count:
     lane = tiered(core).hierarchy.lanes[0]
     core.cache.purge(ALICE, np.array(prompt(0), dtype=np.int32))
     assert ask(core, 0) == 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not tiered(core).hierarchy.is_idle and time.monotonic() < deadline:
         lane.breaker.succeeded()  # no test waits for seconds
         time.sleep(LOOK)

@@ -13,7 +13,7 @@ import pytest
 from pagoda.server.app import create_app
 from pagoda.server.run import DrainingServer
 from pagoda.server.sockets import bind
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 from .fake_backend import FakeBackend
 
@@ -44,7 +44,7 @@ async def run_server(backend: Any, port: int = 0, **options: Any) -> AsyncIterat
         await asyncio.sleep(0.005)
     try:
         async with (
-            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
         ):
             yield Live(backend, server, url, http, client, serving)

@@ -16,6 +16,7 @@ from pagoda.plan.access_log import read_access_log
 from pagoda.server.access_log import AccessLog
 from pagoda.server.app import create_app
 from tests.server.fake_backend import FakeBackend
+from tests.waiting import PATIENCE_S
 
 
 def stats(prompt: range, scope: Scope | None = None, ttft_s: float | None = 0.1, e2e_s: float = 1.0) -> RequestStats:
@@ -74,7 +75,7 @@ def test_a_writer_that_falls_behind_drops_lines_and_blocks_nobody(
 ) -> None:
     monkeypatch.setattr("pagoda.server.access_log._MAX_QUEUED", 2)
     go = threading.Event()
-    monkeypatch.setattr(AccessLog, "_ids", lambda self, stats: b"\0" * 8 if go.wait(10) else b"")
+    monkeypatch.setattr(AccessLog, "_ids", lambda self, stats: b"\0" * 8 if go.wait(PATIENCE_S) else b"")
     log = AccessLog(tmp_path / "log", "m")
     for _ in range(10):
         log.on_finished(stats(range(16)))

@@ -15,6 +15,7 @@ from pagoda.errors import ModelError, OutOfBlocks
 from pagoda.server.app import create_app
 from pagoda.server.run import DrainingServer
 from pagoda.server.sockets import bind
+from tests.waiting import PATIENCE_S
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -34,7 +35,7 @@ def api() -> Iterator[httpx.Client]:
     try:
         while not server.started:
             time.sleep(0.01)
-        with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=20) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=PATIENCE_S) as client:
             yield client
             assert backend.live == {}
     finally:

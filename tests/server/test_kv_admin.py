@@ -13,6 +13,7 @@ import pytest
 from pagoda import cli
 from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.disk import DiskTier
+from tests.waiting import PATIENCE_S
 
 from .conftest import Live
 from .test_cache_control import SYSTEM, ask, folder, serve
@@ -106,9 +107,10 @@ async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, 
     async with serve(folder, **settings) as live:
         assert await hit(live, "At dawn?") == 0
         assert await hit(live, "At dawn?", key="sk-b") > 0
-        await usage(live)  # asks for what the next look tells
-        await asyncio.sleep(0.2)
-        tenants = {each["tenant"]: each["tier_bytes"] for each in (await usage(live))["tenants"]}
+        tenants: dict[str, dict[str, int]] = {}
+        async with asyncio.timeout(PATIENCE_S):
+            while not tenants.get("bolt"):  # each look asks for what the next one tells
+                tenants = {each["tenant"]: each["tier_bytes"] for each in (await usage(live))["tenants"]}
         assert tenants["bolt"]["disk"] > 0
         metrics = (await live.http.get("/metrics", headers=ADMIN)).text
         assert 'pagoda_tenant_tier_bytes{tenant="bolt",tier="disk"}' in metrics

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 from .nursery import Nursery, Server, nursery
 
 FAKE_ENGINE = """
@@ -42,7 +44,7 @@ def server(parent: Nursery, tmp_path: Path) -> Server:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_streams_finish(server: Server, number: signal.Signals) -> None:
     body = {"prompt": "x", "max_tokens": 25, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
         lines = response.iter_lines()
         next(lines)
         server.send(number)
@@ -54,7 +56,7 @@ def test_a_signal_lets_streams_finish(server: Server, number: signal.Signals) ->
 
 def test_a_second_interrupt_ends_at_once(server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 1000, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
         lines = response.iter_lines()  # kept: once collected, it closes the connection
         next(lines)
         server.send(signal.SIGINT)
