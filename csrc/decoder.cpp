@@ -254,7 +254,7 @@ void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::ve
             throw std::invalid_argument("the pool of layer " + std::to_string(i) + " has another shape");
         }
     }
-    // Layers of a group are staged together.
+    // Layers of a group have the same slots; where blocks are staged, each has strips of its own.
     for (size_t i = 0; i < layers_.size(); i++) {
         const bool seen = i > 0 && layers_[i].group == layers_[i - 1].group && pools[i].staged.slot_of == pools[i - 1].staged.slot_of;
         if (!seen) check_slots(pools[i], step.groups[layers_[i].group].slots, step.num_rows);

@@ -98,7 +98,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "lease": ("block_table", "directives", "keys", "lineage", "radix_node"),
     "computing": ("keys", "lease", "lineage", "radix_node"),
     "pool": ("layout",),
-    "staging": ("layout", "pool"),
+    "staging": ("layout", "pool", "room"),
     "room": ("layout",),
     "formats": ("layout",),
     "tiers": ("formats", "keys", "layout", "sizes", "tenants"),

@@ -21,7 +21,7 @@ from pagoda.engine.assembly import fingerprint, make_cache
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_policy import default_policy
-from pagoda.engine.memory import CacheInfo, make_pool, safe_kv_memory, staged_memory
+from pagoda.engine.memory import CacheInfo, fitted, make_pool, safe_kv_memory, staged_memory
 from pagoda.engine.outputs import Completion, Generation, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.pressure.config import PressureConfig
@@ -142,6 +142,7 @@ class Engine:
         per_user = layout.blocks_for(loaded.spec.max_context)
         useful = per_user * max_num_seqs * layout.pool_block_bytes + staged_memory(layout, self.config)
         num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
+        self.config = fitted(self.config, layout, num_bytes)
         pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
         cache = make_cache(

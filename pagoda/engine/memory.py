@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,10 +12,11 @@ from pagoda.engine.process_memory import available_memory
 from pagoda.errors import ConfigError
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
-from pagoda.kv.room import most_open, split_room
+from pagoda.kv.room import most_running, split_room, staged_room
 from pagoda.kv.sizes import format_size
 from pagoda.kv.staging import StagedPool
 
+logger = logging.getLogger(__name__)
 _SAFE_FRACTION = 0.5
 
 
@@ -41,9 +43,21 @@ def safe_kv_memory(useful: int, num_engines: int = 1) -> int:
 
 def staged_memory(layout: KVLayout, config: EngineConfig) -> int:
     """Bytes of the copies of blocks that are being filled, beside the pool's blocks; 0 if the layout stages none."""
-    if layout.staged is None:
-        return 0
-    return most_open(layout, config.max_num_seqs, config.token_budget) * layout.staged.pool_block_bytes
+    return staged_room(layout, config.max_num_seqs, config.token_budget).num_bytes(layout)
+
+
+def fitted(config: EngineConfig, layout: KVLayout, num_bytes: int) -> EngineConfig:
+    """The config, with no more samples running than copies of what they fill take a fair part of the KV memory."""
+    running = most_running(layout, num_bytes, config.max_num_seqs)
+    if running < config.max_num_seqs:
+        logger.warning(
+            "each running sequence takes %s of KV memory for a block that is being filled: at most %d run, not %d; "
+            "raise kv_memory for more",
+            format_size(len(layout.groups) * layout.staged.pool_block_bytes if layout.staged else 0),
+            running,
+            config.max_num_seqs,
+        )
+    return replace(config, max_num_seqs=running)
 
 
 def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: torch.device) -> BlockPool:
@@ -52,8 +66,8 @@ def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: to
     Raises:
         ConfigError: it would hold no sequence, or there is no such memory.
     """
-    num_open = most_open(layout, config.max_num_seqs, config.token_budget)
-    num_blocks, num_staged = split_room(layout, num_bytes, num_open)
+    wanted = staged_room(layout, config.max_num_seqs, config.token_budget)
+    num_blocks, staged = split_room(layout, num_bytes, wanted)
     if num_blocks < 2 * len(layout.groups):
         raise ConfigError(
             f"{format_size(num_bytes)} of KV memory is too little: a block of {layout.block_size} tokens "
@@ -61,4 +75,4 @@ def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: to
         )
     if layout.staged is None:
         return BlockPool(layout, num_blocks, device=device)
-    return StagedPool(layout, layout.staged, num_blocks, num_staged, device=device)
+    return StagedPool(layout, num_blocks, staged, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -124,19 +125,20 @@ class ModelRunner:
         self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
         self._staging = pool.staging if isinstance(pool, StagedPool) else None
-        self._copies = None if self._staging is None else self._staging.copies
+        self._strips = None if self._staging is None else self._staging.strips
         self.kv = self._views()
         self._blender = None if cache is None else Blender(cache, self.kv, self._group_of_layer, decoder.rotations)
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
         if self._staging is not None:
-            self._staging.open(_written_blocks(plan, self._pool.layout.block_size, only_full=False))
-            if self._copies is not self._staging.copies:
-                self._copies, self.kv = self._staging.copies, self._views()
+            written = _Written.by(plan, self._pool.layout.block_size)
+            self._staging.open(written.whole, written.begun + written.ended)
+            if self._strips is not self._staging.strips:
+                self._strips, self.kv = self._staging.strips, self._views()
         logits = self._forward(plan)
         if self._staging is not None:
-            self._staging.close(_written_blocks(plan, self._pool.layout.block_size, only_full=True))
+            self._staging.close(written.whole + written.ended)
         return logits
 
     def _forward(self, plan: Sequence[Rows]) -> torch.Tensor:
@@ -169,15 +171,26 @@ class ModelRunner:
         parts = {part.name: self._pool.view(layer, part.name) for part in spec.parts}
         if self._staging is None or not spec.staged:
             return KVView.of(parts)
-        keys, values = (self._staging.copies.view(layer, part.name) for part in spec.staged)
-        return KVView.of(parts, Staging(keys, values, self._staging.slot_of))
+        (keys, slot_of), (values, _) = (self._staging.views(layer, part.name) for part in spec.staged)
+        return KVView.of(parts, Staging(keys, values, slot_of))
 
 
-def _written_blocks(plan: Sequence[Rows], block_size: int, *, only_full: bool) -> list[int]:
-    """The blocks of all groups that a step's rows are in, or those of them that are full after it."""
-    found: list[int] = []
-    for rows in plan:
-        end = rows.stop // block_size if only_full else -(-rows.stop // block_size)
-        for table in rows.sample.running_lease.tables:
-            found += table.ids[rows.start // block_size : end].tolist()
-    return found
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The blocks of all groups that a step writes to: wholly; to their end; and those that are not full after it."""
+
+    whole: list[int]
+    ended: list[int]
+    begun: list[int]
+
+    @classmethod
+    def by(cls, plan: Sequence[Rows], block_size: int) -> _Written:
+        found = cls([], [], [])
+        for rows in plan:
+            first, end = rows.start // block_size, rows.stop // block_size  # end: of those that are full
+            whole = -(-rows.start // block_size)
+            for table in rows.sample.running_lease.tables:
+                found.ended.extend(table.ids[first : min(whole, end)].tolist())
+                found.whole.extend(table.ids[whole:end].tolist())
+                found.begun.extend(table.ids[end : -(-rows.stop // block_size)].tolist())
+        return found

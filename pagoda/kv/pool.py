@@ -9,9 +9,19 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError, InvariantError
-from pagoda.kv.layout import KVLayout
+from pagoda.kv.layout import KVLayout, PartView
 
 _TOUCH_BYTES = 64 << 20
+
+
+def part_of(strips: torch.Tensor, spec: PartView, start: int) -> torch.Tensor:
+    """A part of strips, uint8 `[n, num_bytes]`, that begins at byte `start` of each: `[n, *part shape]`, no copy."""
+    typed = strips.view(getattr(torch, spec.dtype))
+    return typed.as_strided(
+        (len(typed), *spec.shape),
+        (typed.stride(0), *spec.strides),
+        typed.storage_offset() + start // typed.itemsize,
+    )
 
 
 class BlockPool:
@@ -63,17 +73,7 @@ class BlockPool:
         """A layer's part in all blocks: `[num_blocks, *part shape]`, strided, sharing the pool's memory."""
         spec = self.layout.part(layer, part)
         of_size, index, start = self.layout.place(spec.offset)
-        plane = self._strips[of_size][index].view(getattr(torch, spec.dtype))
-        return plane.as_strided(
-            (self.num_blocks, *spec.shape),
-            (plane.stride(0), *spec.strides),
-            plane.storage_offset() + start // plane.itemsize,
-        )
-
-    def fill_from(self, other: BlockPool) -> None:
-        """Copy all blocks of a smaller pool of the same layout. Mutates this pool's first blocks."""
-        for mine, theirs in zip(self._strips, other._strips, strict=True):
-            mine[:, : other.num_blocks] = theirs
+        return part_of(self._strips[of_size][index], spec, start)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a whole block: what copy-on-write does. Mutates block `target`."""

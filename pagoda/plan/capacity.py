@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
-from pagoda.kv.room import most_open, split_room
+from pagoda.kv.room import most_running, split_room, staged_room
 from pagoda.plan.footprint import Footprint, without_sharing_heads, without_windows
 from pagoda.plan.hardware import Hardware, TierPlan
 from pagoda.plan.shape import ModelShape
@@ -118,18 +118,18 @@ def room(machine: Machine, utilization: float) -> Room:
 def num_tokens(footprint: Footprint, kv_bytes: float) -> int:
     """Tokens whose KV fits, if every layer keeps all of them, beside copies of the blocks that are being filled."""
     layout = footprint.layout
-    blocks, _ = split_room(
-        layout, max(0, int(kv_bytes / footprint.copies)), most_open(layout, MAX_NUM_SEQS, TOKEN_BUDGET)
-    )
+    num_bytes = max(0, int(kv_bytes / footprint.copies))
+    running = most_running(layout, num_bytes, MAX_NUM_SEQS)
+    blocks, _ = split_room(layout, num_bytes, staged_room(layout, running, TOKEN_BUDGET))
     return blocks // len(layout.groups) * layout.block_size
 
 
 def num_users(footprint: Footprint, kv_bytes: float, work: Workload) -> int:
     """Requests that run at once, each at its full context, and each filling a block of each layer group."""
-    copies = most_open(footprint.layout, 0, TOKEN_BUDGET) * footprint.staged_bytes
+    copies = footprint.staged_bytes(0, TOKEN_BUDGET)
     shared = footprint.shared_blocks(work.context, work.shared) * footprint.block_bytes
     each = max(1, footprint.blocks(work.context, work.shared)) * footprint.block_bytes
-    each += len(footprint.layout.groups) * footprint.staged_bytes
+    each += footprint.staged_bytes(1, TOKEN_BUDGET) - copies
     return max(0, int((kv_bytes - copies - shared) // each))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pagoda.kv.formats import KVFormat, parse_format
 from pagoda.kv.layout import KVLayout, LayerSpec
+from pagoda.kv.room import staged_room
 from pagoda.plan.shape import ModelShape
 
 
@@ -49,10 +50,9 @@ class Footprint:
         """Bytes of a block of one layer group, padding included, on all devices together."""
         return self.layout.pool_block_bytes * self.copies
 
-    @property
-    def staged_bytes(self) -> float:
-        """Bytes of the full copy of a block that is being filled, on all devices together; 0 if there is none."""
-        return 0 if self.layout.staged is None else self.layout.staged.pool_block_bytes * self.copies
+    def staged_bytes(self, num_running: int, step_tokens: int) -> float:
+        """Bytes of full copies of blocks that are being filled, on all devices together; 0 if there are none."""
+        return staged_room(self.layout, num_running, step_tokens).num_bytes(self.layout) * self.copies
 
     def terms(self) -> list[GroupTerm]:
         """Bytes per token by attention kind."""

@@ -18,6 +18,7 @@ from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError, ModelError
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
+from pagoda.kv.room import StagedRoom
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tiered import TieredCache
 from tests.model import models, tokenizers_made_here
@@ -108,14 +109,15 @@ def test_the_staging_area_does_not_grow_with_requests_that_come_and_go(folder: P
     engine = make(folder, kv_format="int4", max_num_seqs=2, token_budget=16)
     pool = engine._runner._pool
     assert isinstance(pool, StagedPool)
-    room = pool.staging.copies.num_blocks
-    assert room == len(engine.core.cache.layout.groups) * (2 + 16 // 8)
+    room = pool.staging.room
+    num_groups = len(engine.core.cache.layout.groups)
+    assert room == StagedRoom(num_passing=num_groups * 16 // 8, num_lasting=num_groups * (2 + 1))
     for seed in range(12):
         engine.core.add(f"r{seed}", prompts(1, 30 + seed)[0], GREEDY)
         for _ in range(6):
             engine.core.step()
         engine.core.abort(f"r{seed}")
-    assert pool.staging.copies.num_blocks == room
+    assert pool.staging.room == room
     assert outputs(engine, prompts(2)) == outputs(make(folder, kv_format="int4"), prompts(2))
 
 

@@ -117,15 +117,6 @@ def test_exported_bytes_are_the_parts_of_all_layers_in_order(layout: KVLayout) -
         assert buffer.tobytes() == expected + bytes([POISON]) * (layout.block_bytes - len(expected))
 
 
-@each_layout
-def test_a_larger_pool_takes_over_all_blocks(layout: KVLayout) -> None:
-    pool, larger = poisoned(layout, 3), poisoned(layout, 5)
-    fill(pool, 0, 2, seed=5)
-    larger.fill_from(pool)
-    assert torch.equal(by_block(larger)[:3], by_block(pool))
-    assert num_poisoned(larger)[3:] == [layout.pool_block_bytes] * 2
-
-
 def test_neighbours_are_one_run_of_a_layers_memory() -> None:
     layout = LAYOUTS["attention"]
     pool = BlockPool(layout, 4)

@@ -159,23 +159,28 @@ def test_copies_of_blocks_that_are_being_filled_take_their_part() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.token_budget) == (MAX_NUM_SEQS, TOKEN_BUDGET) == (64, 512)
     footprint = Footprint(TOY, "int4")
-    assert footprint.staged_bytes == 2 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, tokens, head_dim, bytes
-    kv = 4 * 2**20
-    blocks = int((kv - (64 + 32) * footprint.staged_bytes) // footprint.block_bytes)
+    copy = 2 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, tokens, head_dim, bytes
+    kv = 8 * 2**20
+    # 64 samples fill a block each, and one ends another in the same step; layers take turns with what it fills whole.
+    blocks = int((kv - (64 + 1 + 32 / 2) * copy) // footprint.block_bytes)
     assert num_tokens(footprint, kv) == 16 * blocks
     assert make_pool(footprint.layout, kv, config, torch.device("cpu")).num_blocks == blocks
-    # Each user fills one block; a step's 512 tokens fill 32 more.
-    each = 10 * footprint.block_bytes + footprint.staged_bytes
-    assert num_users(footprint, 32 * footprint.staged_bytes + 7.5 * each, Workload(160)) == 7
+    small = 2**20  # copies for as many would take more than a 16th
+    fewer = int((small - (15 + 1 + 32 / 2) * copy) // footprint.block_bytes)
+    assert num_tokens(footprint, small) == 16 * fewer
+    each = 10 * footprint.block_bytes + copy
+    assert num_users(footprint, (1 + 32 / 2) * copy + 7.5 * each, Workload(160)) == 7
 
 
 @pytest.mark.parametrize(
     ("kv_format", "block_size", "gibibytes", "times"),
-    [("int8", 16, 1, 1.9), ("int4", 16, 1, 3.0), ("int4", 32, 4, 3.4)],
+    [("int8", 16, 1, 1.9), ("int4", 16, 0.25, 3.0), ("int4", 16, 1, 3.1), ("int4", 32, 4, 3.4)],
 )
-def test_tokens_in_the_same_memory(kv_format: str, block_size: int, gibibytes: int, times: float) -> None:
+def test_tokens_in_the_same_memory(kv_format: str, block_size: int, gibibytes: float, times: float) -> None:
     shape = shape_of("smollm2-135m")
-    quantized, plain = (num_tokens(Footprint(shape, name, block_size), gibibytes << 30) for name in (kv_format, "bf16"))
+    quantized, plain = (
+        num_tokens(Footprint(shape, name, block_size), gibibytes * 2**30) for name in (kv_format, "bf16")
+    )
     assert quantized >= times * plain, "copies of blocks that are being filled included"
 
 
