@@ -59,6 +59,10 @@ def measure(
         "cpu": cpu_name(),
         "full": dict(full.engine_kwargs),
         "variants": {each.name: dict(each.engine_kwargs) for each in variants},
+        "bytes_per_token": {
+            name: each.engine.cache_info().bytes_per_token
+            for name, each in {full.name: suite.full, **suite.variants}.items()
+        },
     }
 
     def so_far() -> dict[str, Any]:

@@ -165,11 +165,8 @@ class Staging:
         self._point_lasting(self._slots)
 
     def _allocate(self) -> list[torch.Tensor]:
-        return [
-            torch.zeros(
-                (self.room.num_passing + planes.count * self.room.num_lasting, planes.stride),
-                dtype=torch.uint8,
-                device=self._device,
-            )
+        shapes = [
+            (self.room.num_passing + planes.count * self.room.num_lasting, planes.stride)
             for planes in self._layout.planes
         ]
+        return [torch.empty(shape, dtype=torch.uint8, device=self._device).zero_() for shape in shapes]

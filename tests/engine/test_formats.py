@@ -132,6 +132,20 @@ def test_memory_counts_the_staging_area(folder: Path) -> None:
     assert sizes["int4"] > sizes["int8"]
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_small_pool_runs_fewer_samples_at_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(folder, kv_format="int4", kv_memory="512KiB")
+    assert engine.config.max_num_seqs == 8
+    assert "at most 8 run, not 16" in caplog.text
+    assert engine.cache_info().bytes_total <= 512 << 10
+    pool = engine._runner._pool
+    assert isinstance(pool, StagedPool)
+    room = pool.staging.room
+    inputs = prompts(12, 20)
+    assert outputs(engine, inputs) == outputs(make(folder, kv_format="int4"), inputs)
+    assert pool.staging.room == room
+
+
 def test_layers_that_are_skipped_are_stored_as_computed(folder: Path) -> None:
     engine = make(folder, kv_format="int4", kv_skip_layers=(0,))
     layout = engine.core.cache.layout
