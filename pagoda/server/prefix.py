@@ -14,6 +14,7 @@ from pagoda.server.backend import Tokenizer
 from pagoda.server.faults import first_fault
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.schema import MAX_SALT_CHARS
+from pagoda.server.passages import unmarked
 
 F = TypeVar("F", bound="Fields")
 
@@ -77,7 +78,7 @@ def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:
     system = [{"role": "system", "content": fields.system}] if fields.system else []
     given = [*system, *(fields.messages or ())]
     messages = tuple(normalize_messages(given)) if given else ()
-    tools = tuple(fields.tools or ())
+    tools = tuple(map(unmarked, fields.tools or ()))  # a prefix is exact: marks say nothing of it
     return Prefix(fields.prompt, messages, tools, tokens_of(fields.prompt, messages, tools, tokenizer))
 
 

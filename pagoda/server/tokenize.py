@@ -14,6 +14,7 @@ from pagoda.server.body import parse_object, read_body
 from pagoda.server.faults import first_fault
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served
+from pagoda.server.passages import Passages
 
 
 class TokenizeRequest(BaseModel):
@@ -53,12 +54,14 @@ def _tokenize(served: Served, body: bytes) -> dict[str, Any]:
         raise InvalidRequest("give a prompt or messages", param="prompt")
     tokenizer = served.engine.tokenizer
     if asked.messages is None:
-        text = asked.prompt or ""
+        tokens = tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
     else:
-        text = tokenizer.render_chat(normalize_messages(asked.messages), asked.tools, asked.add_generation_prompt)
-    # A chat template writes the special tokens itself.
-    adds_special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
-    tokens = tokenizer.encode(text, add_special_tokens=adds_special)
+        passages = Passages()
+        tools = passages.hide_tools(asked.tools, "tools") if asked.tools else None
+        said = normalize_messages(asked.messages, passages)
+        text = tokenizer.render_chat(said, tools, asked.add_generation_prompt)
+        special = tokenizer.encode("") if asked.add_special_tokens else ()  # a chat template writes them itself
+        tokens, _ = passages.encode(text, tokenizer, special)
     return {
         "count": len(tokens),
         "max_model_len": served.engine.max_model_len,

@@ -7,6 +7,7 @@ the sample's index; greedy or not makes no difference.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ class FakeTokenizer:
     ) -> str:
         if messages and messages[-1]["content"] == "unrenderable":
             raise InvalidRequest("the chat template refuses this", param="messages")
-        text = f"tools: {tools}" if tools else ""
+        text = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools or ())
         text += "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 

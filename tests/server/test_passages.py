@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -10,6 +11,7 @@ import pytest
 
 from pagoda.engine.params import DEFAULT_RATIO, Span
 from pagoda.errors import InvalidRequest
+from pagoda.model.chat import ChatTemplate
 from pagoda.server.passages import BlendDefaults, BlendOptions, Passages
 
 from .conftest import Live, run_server
@@ -117,9 +119,126 @@ async def test_a_mark_on_a_message_is_checked_too(live: Live) -> None:
     assert refused.value.param == "messages[0].cache"
 
 
-async def test_raw_prompts_have_no_passages(live: Live) -> None:
-    with pytest.raises(openai.BadRequestError, match="no parts"):
-        await live.client.completions.create(model="fake", prompt="x", extra_body={"blend": {"auto": True}})
+async def test_raw_prompts_may_be_given_in_parts(live: Live) -> None:
+    parts: Any = [part("Notes: "), passage(TIDES), passage(BOATS), part(" How many?")]
+    whole = f"Notes: {TIDES}{BOATS} How many?"
+    answer = await live.client.completions.create(model="fake", max_tokens=2, prompt=parts, echo=True)
+    assert found(live) == [TIDES, BOATS]
+    assert live.backend.seen[-1]["prompt"] == FakeTokenizer().encode(whole)
+    assert answer.choices[0].text.startswith(whole)
+    assert answer.usage.model_dump()["prompt_tokens_details"]["blended_tokens"] > 0
+    several: Any = ["plain", parts, [104, 105]]
+    await live.client.completions.create(
+        model="fake", max_tokens=2, prompt=several, extra_body={"blend": {"ratio": 0.3}}
+    )
+    blends = {bytes(each["prompt"]): each["blend"] for each in live.backend.seen[-3:]}
+    assert blends[b"plain"] is blends[b"hi"] is None
+    assert blends[whole.encode()].ratio == 0.3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "extra", "param"),
+    [
+        ("x", {"blend": {"auto": True}}, "blend"),
+        ([part("x"), "y"], {}, "prompt"),
+        ([part("x"), {"type": "image", "text": "y"}], {}, "prompt[1]"),
+        ([{"type": "text"}], {}, "prompt[0]"),
+        ([part("x"), part("y", cache={"reuse": "here"})], {}, "prompt[1].cache"),
+        ([part("")], {}, "prompt"),
+        ([passage("x")], {"blend": {"ratio": 2.0}}, "blend.ratio"),
+    ],
+)
+async def test_malformed_parts_of_raw_prompts_are_refused(live: Live, prompt: Any, extra: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await live.client.completions.create(model="fake", prompt=prompt, extra_body=extra)
+    assert refused.value.param == param
+    assert not live.backend.seen
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"hour": {"type": "integer", "description": "0 à 23"}}}
+    return {"type": "function", "function": {"name": name, "description": TIDES, "parameters": parameters}, **fields}
+
+
+async def test_tools_may_be_marked(live: Live) -> None:
+    tools: Any = [tool("tide", cache=ANYWHERE), tool("boats")]
+    await live.client.chat.completions.create(
+        model="fake", max_tokens=2, messages=[{"role": "user", "content": "When?"}], tools=tools
+    )
+    assert found(live) == [json.dumps(tool("tide"), ensure_ascii=False)]
+    text = live.backend.tokenizer.render_chat([{"role": "user", "content": "When?"}], [tool("tide"), tool("boats")])
+    assert live.backend.seen[-1]["prompt"] == live.backend.tokenizer.encode(text)
+    counted = await live.http.post(
+        "/tokenize", json={"messages": [{"role": "user", "content": "When?"}], "tools": tools}
+    )
+    assert counted.json()["tokens"] == live.backend.seen[-1]["prompt"]
+
+    flat: Any = [{"type": "function", **tool("tide")["function"], "cache": ANYWHERE}]
+    await live.client.responses.create(model="fake", input="When?", tools=flat)
+    assert found(live) == [json.dumps(tool("tide"), ensure_ascii=False)]
+    async with anthropic.AsyncAnthropic(base_url=live.url, api_key="k", max_retries=0) as client:
+        function = tool("tide")["function"]
+        theirs: Any = {"name": "tide", "description": TIDES, "input_schema": function["parameters"], "cache": ANYWHERE}
+        asked: Any = [{"role": "user", "content": "When?"}]
+        await client.messages.create(model="fake", max_tokens=2, tools=[theirs], messages=asked)
+        assert found(live) == [json.dumps(tool("tide"), ensure_ascii=False)]
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.cache"):
+            await client.messages.create(
+                model="fake", max_tokens=2, tools=[{**theirs, "cache": "anywhere"}], messages=asked
+            )
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (tool("tide", cache="anywhere"), "tools[0].cache"),
+        (tool("tide", cache=ANYWHERE, strict=True), "tools[0]"),
+        ({"type": "retrieval", "cache": ANYWHERE}, "tools[0]"),
+    ],
+)
+async def test_tools_that_cannot_be_passages_are_refused(live: Live, given: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await live.client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}], tools=[given]
+        )
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("template", "passages"),
+    [
+        ("{% for t in tools %}{{ t | tojson }}\n{% endfor %}", 1),
+        ("{% for t in tools %}{{ t | tojson(indent=4) }}\n{% endfor %}", 1),
+        ("{% for t in tools %}{{ t.function | tojson(indent=2) }}\n{% endfor %}", 1),
+        ("{{ tools | tojson }}", 1),
+        ("no tools here", 0),
+        ("{% for t in tools %}{{ t.function.name }}: {{ t.function.description }}\n{% endfor %}", None),
+        ("{{ tools | tojson(indent=4) }}", None),
+    ],
+)
+def test_templates_write_tools_in_one_piece_or_marks_are_refused(template: str, passages: int | None) -> None:
+    chat_template, hiding, tokenizer = ChatTemplate(template, {}), Passages(), FakeTokenizer()
+    rendered = chat_template.render([], hiding.hide_tools([tool("tide", cache=ANYWHERE), tool("boats")], "tools"))
+    if passages is None:
+        with pytest.raises(InvalidRequest, match="one piece"):
+            hiding.encode(rendered, tokenizer)
+        return
+    tokens, spans = hiding.encode(rendered, tokenizer)
+    assert tokenizer.decode(tokens) == chat_template.render([], [tool("tide"), tool("boats")])
+    assert len(spans) == passages
+
+
+async def test_a_named_cache_is_exact_whatever_is_marked_in_it(live: Live) -> None:
+    marked = {"messages": [{"role": "system", "content": BOATS}], "tools": [tool("tide", cache=ANYWHERE)]}
+    made = await live.http.post("/v1/caches", json={"model": "fake", **marked})
+    assert made.status_code == 200, made.text
+    assert live.backend.seen[-1]["blend"] is None
+    await chat(live, {"role": "user", "content": "When?"}, cached_content=made.json()["id"])
+    assert live.backend.seen[-1]["blend"] is None
+    text = live.backend.tokenizer.render_chat(
+        [{"role": "system", "content": BOATS}, {"role": "user", "content": "When?"}], [tool("tide")]
+    )
+    assert live.backend.seen[-1]["prompt"] == live.backend.tokenizer.encode(text)
 
 
 async def test_the_operator_may_turn_cutting_on() -> None:

@@ -49,8 +49,15 @@ class Conversation:
             shown = passages.hide(block["text"], marked=block.get(FIELD) is not None, role=role)
             return {**block, "text": shown}
 
+        def hide_tool(tool: Block) -> Block:
+            if tool.get(FIELD) is None:
+                return tool
+            shown = passages.hide_tool(_function(tool))["function"]
+            return {"name": shown["name"], "description": shown["description"], "input_schema": shown["parameters"]}
+
         return replace(
             self,
+            tools=tuple(map(hide_tool, self.tools)),
             system=tuple(hide(block, "system") for block in self.system),
             turns=tuple(Turn(turn.role, tuple(hide(block, turn.role) for block in turn.blocks)) for turn in self.turns),
         )
@@ -175,6 +182,7 @@ def _tool(tool: Any, where: str) -> Block:
     )
     if not well_formed:
         raise InvalidRequest(f"{where}: a tool needs a name and an input_schema; others are not supported", param=where)
+    is_marked(tool, where)  # or refuse
     return dict(tool)
 
 

@@ -42,7 +42,8 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
     def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
         passages = served.blend.passages(request.blend)
         said = [*start.messages, *normalize_messages(messages, passages)]
-        return passages.encode(tokenizer.render_chat(said, tools, add_generation_prompt), tokenizer)
+        shown = passages.hide_tools(tools, "tools") if tools else None
+        return passages.encode(tokenizer.render_chat(said, shown, add_generation_prompt), tokenizer)
 
     def next_turn(answer: str) -> list[int]:
         said = [*start.messages, *normalize_messages(request.messages), {"role": "assistant", "content": answer}]

@@ -1,24 +1,26 @@
-"""/v1/completions: raw prompts, several at once, as text or token ids."""
+"""/v1/completions: raw prompts, several at once, as text, token ids, or text in parts that may be passages."""
 
 from __future__ import annotations
 
 import codecs
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagoda.engine.outputs import Completion, Delta, TokenLogprob
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import SamplingParams, Span
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
 from pagoda.server.openai.cached import prompt_start_of
 from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
 from pagoda.server.openai.schema import CompletionRequest, check_token_ids, validate
+from pagoda.server.passages import Passages, is_marked
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint alone
 MAX_CHOICES = 1024
+_PARTS = '[{"type": "text", "text": "..."}, ...]'
 
 
 def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job, CompletionWording]:
@@ -32,8 +34,6 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     tokenizer = served.engine.tokenizer
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported: a prompt's own are not computed", param="echo")
-    if request.blend is not None:
-        raise InvalidRequest("blend is for messages: a raw prompt has no parts to be passages", param="blend")
     settings = request.sampling_params(
         tokenizer.vocab_size,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
@@ -41,44 +41,83 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
     )
     params = replace(settings, continues_text=True)
     start, salt = prompt_start_of(served, namespace, request)
-    prompts = _tokenize(request.prompt, start, tokenizer, params)
+    given = _split(request.prompt, params)
+    if request.blend is not None and not any(map(_is_parts, given)):
+        raise InvalidRequest(f"blend is for prompts in parts: {_PARTS}", param="blend")
+    passages = [served.blend.passages(request.blend) for _ in given]
+    prompts = [_read(one, start, tokenizer, hiding) for one, hiding in zip(given, passages, strict=True)]
     options = request.prompt_cache_options
-    echoes = [_prompt_text(prompt, ids, tokenizer) for prompt, ids in prompts] if request.echo else []
     job = Job(
         id=new_id("cmpl"),
         model=model,
-        prompts=[ids for _, ids in prompts],
+        prompts=[prompt.tokens for prompt in prompts],
         params=params,
         scope=Scope(namespace, salt),
         priority=request.priority,
         stream=bool(request.stream),
         include_usage=request.include_usage,
-        leases=[[*request.leases(len(ids)), *(options.implicit(len(ids)) if options else ())] for _, ids in prompts],
+        leases=[
+            [*request.leases(count), *(options.implicit(count) if options else ())]
+            for count in (len(prompt.tokens) for prompt in prompts)
+        ],
+        blends=[served.blend.spec(request.blend, prompt.spans) for prompt in prompts],
     )
+    echoes = [prompt.text_of(tokenizer) for prompt in prompts] if request.echo else []
     return job, CompletionWording(tokenizer, [text for text in echoes for _ in range(params.n)])
 
 
-def _tokenize(prompt: Any, start: str, tokenizer: Tokenizer, params: SamplingParams) -> list[tuple[Any, list[int]]]:
-    """Each prompt as given, and the token ids of it after `start`."""
-    prompts = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
+@dataclass(frozen=True)
+class _Prompt:
+    """One prompt; `text` is what was given of it, if it was given as text."""
+
+    tokens: list[int]
+    spans: tuple[Span, ...] = ()
+    text: str | None = None
+
+    def text_of(self, tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(self.tokens, skip_special_tokens=False) if self.text is None else self.text
+
+
+def _split(prompt: Any, params: SamplingParams) -> list[Any]:
+    """Each prompt as given."""
+    prompts = prompt if isinstance(prompt, list) and not (_is_token_ids(prompt) or _is_parts(prompt)) else [prompt]
     each = params.beam.width if params.beam else params.num_samples
     if not prompts or len(prompts) * each > MAX_CHOICES:
         raise InvalidRequest(f"prompt must hold 1 to {MAX_CHOICES} prompts, times n or best_of", param="prompt")
-    pairs: list[tuple[Any, list[int]]] = []
-    for one in prompts:
-        if isinstance(one, str):
-            ids = tokenizer.encode(start + one)
-        elif start:
-            raise InvalidRequest("prompt must be text to go on from cached_content", param="prompt")
-        elif _is_token_ids(one):
-            ids = check_token_ids(one, tokenizer.vocab_size, "prompt")
-        else:
-            kinds = "a string, a list of token ids, or a list of either"
-            raise InvalidRequest(f"prompt must be {kinds}", param="prompt")
-        if not ids:
-            raise InvalidRequest("prompt has no tokens", param="prompt")
-        pairs.append((one, ids))
-    return pairs
+    return prompts
+
+
+def _read(given: Any, start: str, tokenizer: Tokenizer, passages: Passages) -> _Prompt:
+    """A prompt, after `start`."""
+    if isinstance(given, str):
+        prompt = _Prompt(tokenizer.encode(start + given), text=given)
+    elif start and not _is_parts(given):
+        raise InvalidRequest("prompt must be text to go on from cached_content", param="prompt")
+    elif _is_token_ids(given):
+        prompt = _Prompt(check_token_ids(given, tokenizer.vocab_size, "prompt"))
+    elif _is_parts(given):
+        texts = [_text(part, f"prompt[{index}]") for index, part in enumerate(given)]
+        shown = [
+            passages.hide(text, marked=is_marked(part, f"prompt[{index}]"), role="user")
+            for index, (part, text) in enumerate(zip(given, texts, strict=True))
+        ]
+        special = tokenizer.encode("")  # what begins every prompt
+        prompt = _Prompt(*passages.encode(start + "".join(shown), tokenizer, special), "".join(texts))
+    else:
+        raise InvalidRequest(
+            f"prompt must be a string, a list of token ids, a list of text parts, or a list of any of them: {_PARTS}",
+            param="prompt",
+        )
+    if not prompt.tokens:
+        raise InvalidRequest("prompt has no tokens", param="prompt")
+    return prompt
+
+
+def _text(part: Any, where: str) -> str:
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where} must be a part with text: {_PARTS}", param=where)
+    text: str = part["text"]
+    return text
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -86,8 +125,8 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _prompt_text(prompt: Any, ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False)
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 class CompletionWording:

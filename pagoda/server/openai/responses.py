@@ -97,7 +97,8 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
         passages = served.blend.passages(request.blend)
         whole = [*system, *start.messages, *earlier, *normalize_messages(messages, passages)]
-        return passages.encode(tokenizer.render_chat(whole, tools, add_generation_prompt), tokenizer)
+        shown = passages.hide_tools(tools, "tools") if tools else None
+        return passages.encode(tokenizer.render_chat(whole, shown, add_generation_prompt), tokenizer)
 
     prompt, spans = encode(given, add_generation_prompt=True)
     marks = find_marks(given)
@@ -166,7 +167,8 @@ def _parts(content: Any, where: str) -> list[Any]:
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequest("tools may only be functions", param="tools")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    function = {name: value for name, value in tool.items() if name not in ("type", PASSAGE)}
+    return {"type": "function", "function": function, PASSAGE: tool.get(PASSAGE)}
 
 
 async def respond_response(request: Request, served: Served, store: ResponseStore, job: ResponseJob) -> Response:
