@@ -166,7 +166,7 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     """
     engine, namespace = served.engine, cache.namespace
     scope = Scope(namespace, cache.cache_salt)
-    wish = LeaseSpec(len(tokens), cache.expires_at - time.time(), cache.id)
+    wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
 
     adapter = served.adapter(cache.model)
     stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
@@ -195,6 +195,11 @@ async def _leased(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     return output
 
 
+def _seconds_left(cache: NamedCache) -> float:
+    """How long to lease it: a moment, if its time ended while it was being prepared."""
+    return max(0.001, cache.expires_at - time.time())
+
+
 async def revive(served: Served) -> None:
     """Lease the caches of an earlier run again, one after the other: from tiers, or computed anew.
 
@@ -207,7 +212,7 @@ async def revive(served: Served) -> None:
             tokens = await asyncio.to_thread(
                 tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer
             )
-            wish = LeaseSpec(len(tokens), max(0.001, cache.expires_at - time.time()), cache.id)
+            wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
             output = await _leased(
                 served.engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
             )

@@ -98,7 +98,7 @@ async def test_the_whole_conversation_reaches_the_template(live: Live, client: a
     )
     seen = live.backend.seen[0]
     rendered = live.backend.tokenizer.decode(seen["prompt"])
-    for part in ("'name': 'look'", "system\nbe brief\nbe kind", "assistant\nlet me see", "tool\nrain", "so?\nwell?"):
+    for part in ('"name": "look"', "system\nbe brief\nbe kind", "assistant\nlet me see", "tool\nrain", "so?\nwell?"):
         assert part in rendered
     assert (seen["params"].temperature, seen["params"].top_p, seen["params"].top_k) == (0.5, 0.9, 7)
 
@@ -164,7 +164,7 @@ async def test_the_automatic_form_and_tools(live: Live, client: anthropic.AsyncA
     await client.messages.create(**HELLO, tools=[tool], extra_body={"cache_control": FIVE})
     (of_tool, of_all), prompt = live.backend.seen[0]["leases"], live.backend.seen[0]["prompt"]
     tokenizer = live.backend.tokenizer
-    assert "'name': 'look'" in tokenizer.decode(prompt[: of_tool.num_tokens])
+    assert '"name": "look"' in tokenizer.decode(prompt[: of_tool.num_tokens])
     assert tokenizer.decode(prompt[: of_all.num_tokens]).endswith("hello\n")
     assert (of_tool.ttl_s, of_all.ttl_s) == (3600, 300)
 

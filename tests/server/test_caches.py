@@ -117,7 +117,7 @@ async def test_tools_are_part_of_the_content(fake: Live) -> None:
     tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object"}}}
     made = await create(fake, **CONTENT, tools=[tool])
     await chat(fake, "How many?", made["id"])
-    assert "'count'" in fake.backend.tokenizer.decode(fake.backend.seen[-1]["prompt"])
+    assert '"count"' in fake.backend.tokenizer.decode(fake.backend.seen[-1]["prompt"])
     with pytest.raises(openai.BadRequestError, match="leave them out"):
         await chat(fake, "How many?", made["id"], tools=[tool])
 

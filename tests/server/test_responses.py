@@ -86,7 +86,7 @@ async def test_tool_items_reach_the_template(live: Live) -> None:
         ],
     )
     rendered = live.backend.tokenizer.decode(live.backend.seen[0]["prompt"])
-    assert [part in rendered for part in ("'name': 'look'", "user\nweather?", "tool\nrain")] == [True] * 3
+    assert [part in rendered for part in ('"name": "look"', "user\nweather?", "tool\nrain")] == [True] * 3
 
 
 @pytest.mark.parametrize(
