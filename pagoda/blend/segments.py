@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from pagoda.errors import InvalidRequest
 
 DEFAULT_RATIO = 0.15
@@ -13,11 +16,25 @@ DEFAULT_RATIO = 0.15
 DEFAULT_MAX_DEVIATION = 0.003
 
 
+# The first token of a sequence draws much attention, and its keys and values are unlike all others'. Were a passage
+# computed from its own first token on, every passage would bring such a token into the middle of the prompt.
+ANCHOR_TOKENS = 1
+
+
 class Span(NamedTuple):
     """Tokens `start` to `stop`, exclusive, of a prompt: one passage."""
 
     start: int
     stop: int
+
+    @property
+    def num_anchor_tokens(self) -> int:
+        """How many tokens of the prompt's beginning precede the passage where it is computed alone."""
+        return min(ANCHOR_TOKENS, self.start)
+
+    def alone(self, prompt: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """What is computed for the passage alone, and found by its tokens: the prompt's first, and the passage."""
+        return np.concatenate((prompt[: self.num_anchor_tokens], prompt[self.start : self.stop]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def test_prompts_of_one_passage_order_are_exact_once_computed(model: tuple[Path,
 
 @pytest.mark.parametrize("budget", [16, 48, 512])
 def test_naive_reuse_equals_a_reference_that_pastes_keys_and_values(llama: tuple[Path, Any], budget: int) -> None:
-    """Layers 0 and 1 of the whole prompt, the others of each passage alone at its place, then the question."""
+    """Layers 0 and 1 of the whole prompt, the others of each passage after the start token alone, then the question."""
     folder, reference = llama
     tokens, spans = prompt(2, 0, 1)
     expected = pasted(reference, tokens, spans)
@@ -152,16 +152,21 @@ def pasted(reference: Any, tokens: list[int], spans: tuple[Span, ...]) -> torch.
     question = spans[-1].stop
     with torch.inference_mode():
         whole = caches(reference, tokens[:question], 0)
-        alone = [(span, caches(reference, tokens[span.start : span.stop], span.start)) for span in spans]
+        alone = [(span, caches(reference, behind_the_start(tokens, span), span.start - 1)) for span in spans]
         past = transformers.DynamicCache()
         for layer, (keys, values) in enumerate(whole):
             keys, values = keys.clone(), values.clone()
             for span, cache in alone if layer > 1 else ():
-                keys[:, :, span.start : span.stop], values[:, :, span.start : span.stop] = cache[layer]
+                for mine, theirs in zip((keys, values), cache[layer], strict=True):
+                    mine[:, :, span.start : span.stop] = theirs[:, :, 1:]
             past.update(keys, values, layer)
         rest = torch.tensor([tokens[question:]])
         places = torch.arange(question, len(tokens))
         return reference(rest, past_key_values=past, position_ids=places[None], cache_position=places).logits[0, -1]
+
+
+def behind_the_start(tokens: list[int], span: Span) -> list[int]:
+    return tokens[:1] + tokens[span.start : span.stop]
 
 
 def caches(reference: Any, tokens: list[int], first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -235,7 +240,26 @@ def test_a_passage_twice_in_one_prompt_is_computed_once(llama: tuple[Path, Any])
     generation = run(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
     assert generation.usage.num_blended_tokens == 2 * len(DOCUMENTS[1])
     # the system prompt, one passage alone, and the request's lookups: no second computation of the passage
-    assert engine.core.cache.stats.num_query_tokens == len(tokens) + len(DOCUMENTS[1])
+    assert engine.core.cache.stats.num_query_tokens == len(tokens) + 1 + len(DOCUMENTS[1])
+
+
+def test_a_passage_is_known_behind_its_start_token_only(llama: tuple[Path, Any]) -> None:
+    """KV of the same tokens behind another token, or behind none, is another's, here and in tiers."""
+    engine = make(llama[0], tiers=["dram:16MiB"], kv_memory="1MiB")
+    cache = engine.core.cache
+    bare, other = DOCUMENTS[1], [SYSTEM[0] + 1, *DOCUMENTS[1]]
+    for tokens in (bare, other):
+        run(engine, [*tokens, 5], None)
+    cache.clear()
+    assert cache.hierarchy.flush(PATIENCE_S)
+    tokens, spans = prompt(1)
+    before = cache.stats.num_restored_tokens
+    run(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    assert cache.stats.num_restored_tokens == before
+    assert cache.find(np.array(behind_the_start(tokens, spans[0])), Scope()).num_tokens == 1 + len(DOCUMENTS[1])
+    for known in (bare, other):
+        assert cache.find(np.array(known), Scope()).num_tokens <= 1
+    engine.close()
 
 
 def test_two_requests_wait_for_one_computation(llama: tuple[Path, Any]) -> None:
@@ -243,7 +267,7 @@ def test_two_requests_wait_for_one_computation(llama: tuple[Path, Any]) -> None:
     one, two = prompt(0, 1), prompt(1, 2)
     blends = [BlendSpec(spans, 0.0, UNGUARDED) for _, spans in (one, two)]
     engine.generate([one[0], two[0]], GREEDY, blends=blends)
-    alone = sum(len(document) for document in DOCUMENTS)
+    alone = sum(1 + len(document) for document in DOCUMENTS)
     assert engine.core.cache.stats.num_query_tokens == len(one[0]) + len(two[0]) + alone
 
 
@@ -318,7 +342,7 @@ def test_scopes_do_not_share_passages(llama: tuple[Path, Any]) -> None:
         engine.generate([tokens], GREEDY, scope=scope, blends=[blend])
         computed = engine.core.cache.stats.num_query_tokens - before - len(tokens)
         first = scope != Scope("a") or before == 0
-        assert computed == (len(DOCUMENTS[0]) + len(DOCUMENTS[1]) if first else 0)
+        assert computed == (2 + len(DOCUMENTS[0]) + len(DOCUMENTS[1]) if first else 0)
 
 
 def test_an_abort_ends_the_passages_that_nobody_else_wants(llama: tuple[Path, Any]) -> None:
@@ -408,8 +432,8 @@ def test_a_window_forgets_the_middle_of_a_long_passage_which_is_computed(tmp_pat
     blend = BlendSpec((Span(len(SYSTEM), len(SYSTEM) + 200),), 0.0, UNGUARDED)
     expected = run(engine, tokens, blend)
     cache = engine.core.cache
-    match = cache.find(np.array(document, dtype=np.int32), Scope())
-    assert match.num_tokens == 200
+    match = cache.find(np.array(tokens[:1] + document, dtype=np.int32), Scope())
+    assert match.num_tokens == 201
     assert expected.usage.num_blended_tokens == 200
     evicted = cache.evict(10)  # those that slid out of the window go first
     assert evicted >= 10

@@ -82,12 +82,13 @@ class Blender:
             if start >= stop:
                 continue
             look = self._cache.use if start == span.start else self._cache.find  # one hit, however many steps
-            match = look(request.prompt[span.start : span.stop], request.scope)
-            at = np.arange(start - span.start, min(stop - span.start, match.num_tokens), dtype=np.int64)
+            match = look(span.alone(request.prompt), request.scope)
+            before = span.start - span.num_anchor_tokens
+            at = np.arange(start - before, min(stop - before, match.num_tokens), dtype=np.int64)
             blocks = match.blocks[:, at // size].astype(np.int64)
             there = (blocks != ABSENT).all(axis=0)
             relative.append(at[there])
-            positions.append(at[there] + span.start)
+            positions.append(at[there] + before)
             sources.append((blocks * size + at % size)[:, there])
         if not any(at.size for at in relative):
             return []

@@ -77,13 +77,13 @@ class Passages:
         missing: list[Request] = []
         new: list[Request] = []
         for span in request.blend.spec.spans:
-            tokens = request.prompt[span.start : span.stop]
+            tokens = span.alone(request.prompt)
             if span.stop <= known or self._cache.find(tokens, request.scope).num_tokens == tokens.size:
                 continue
             key = request.scope, tokens.tobytes()
             passage = self._computing.get(key)
             if passage is None:
-                passage = self._computing[key] = self._passage(request, f"passage-{span.start}", tokens.copy())
+                passage = self._computing[key] = self._passage(request, f"passage-{span.start}", tokens)
                 self._readers[passage] = []
                 new.append(passage)
             self._readers[passage].append(request)
