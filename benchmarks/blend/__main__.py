@@ -11,7 +11,7 @@ import benchmarks.blend
 from benchmarks import consoles
 from benchmarks.blend import quality, speed
 from benchmarks.blend.report import draw, show
-from benchmarks.blend.tasks import MOST_PASSAGES
+from benchmarks.blend.tasks import KINDS, MOST_PASSAGES
 from benchmarks.machine import cpu_name
 from pagoda import Engine
 
@@ -21,6 +21,7 @@ def main() -> None:
         description=benchmarks.blend.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="for quality (%(default)s)")
     parser.add_argument("--contexts", type=int, default=8, help="of each task (%(default)s)")
     parser.add_argument("--passages", type=int, default=6, help="in each context (%(default)s)")
     parser.add_argument("--size", type=int, default=200, help="tokens of a passage, for quality (%(default)s)")
@@ -49,7 +50,8 @@ def main() -> None:
         report["speed"] = speed.measure(engine, args.rounds, args.passages, args.speed_size, args.batch, log)
     if args.only != "speed":
         path = args.output / "quality.jsonl"
-        report["quality"] = quality.figures(quality.measure(engine, path, args.contexts, args.passages, args.size, log))
+        sizes = args.contexts, args.passages, args.size
+        report["quality"] = quality.figures(quality.measure(engine, path, args.tasks, *sizes, log))
     (args.output / "blend.json").write_text(json.dumps(report, indent=2))
     show(report)
     draw(report, args.output / "blend.png")

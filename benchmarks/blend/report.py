@@ -21,12 +21,13 @@ def show(report: dict[str, Any]) -> None:
             table.add_row(row["variant"], *(_cell(row[key], form) for key, form in figures), str(row["ttft_s"]["n"]))
         consoles.results().print(table)
     if report["quality"]:
-        titles = ("KL, nats", "same answer", "right", "right: full", "change, points", "answers", "counts")
+        titles = ("KL, nats", "same answer", "right", "right: full", "change, points", "doubted", "answers", "counts")
         table = Table("task", "variant", *titles)
         for row in report["quality"]:
             figures = (("kl", "{:.1e}"), ("same", "{:.1%}"), ("right", "{:.1%}"))
             cells = [_cell(row[key], form) for key, form in figures]
-            cells += [f"{row['right_full']['value']:.1%}", _cell(row["change"], "{:+.1f}"), str(row["num_answers"])]
+            cells += [f"{row['right_full']['value']:.1%}", _cell(row["change"], "{:+.1f}")]
+            cells += [f"{row['doubted']['value']:.1%}", str(row["num_answers"])]
             table.add_row(row["kind"], row["variant"], *cells, "yes" if row["counts"] else "no")
         consoles.results().print(table)
 
@@ -68,7 +69,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             panel("KL(full || blended), nats a token"),
             panel("answers: right (line: with full prefill)"),
         )
-        for kind in KINDS:
+        for kind in sorted({row["kind"] for row in report["quality"]}, key=KINDS.index):
             rows = {row["variant"]: row for row in report["quality"] if row["kind"] == kind}
             line(on_kl, [rows[name]["kl"] for name in RATIOS], kind)
             line(on_answers, [rows[name]["right"] for name in RATIOS], kind)

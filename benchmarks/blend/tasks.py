@@ -10,7 +10,7 @@ from benchmarks.quality.tasks import prose, source
 from pagoda.blend.segments import BlendSpec, Span
 from pagoda.model.tokenizer import Tokenizer
 
-UNGUARDED = float("inf")
+UNGUARDED = float("inf"), 0.0
 RATIOS = {"naive": 0.0, "5%": 0.05, "10%": 0.1, "15%": 0.15, "30%": 0.3, "100%": 1.0}
 VARIANTS = (*RATIOS, "guarded")
 KINDS = ("lookup", "hop")
@@ -33,7 +33,7 @@ class Context:
     def blend(self, variant: str) -> BlendSpec | None:
         """What a variant asks for."""
         if variant in RATIOS:
-            return BlendSpec(self.spans, RATIOS[variant], UNGUARDED)
+            return BlendSpec(self.spans, RATIOS[variant], *UNGUARDED)
         return BlendSpec(self.spans) if variant == "guarded" else None
 
     def reordered(self, seed: int) -> Context:
@@ -54,7 +54,7 @@ def contexts(tokenizer: Tokenizer, kind: str, count: int, passages: int, size: i
     for index in range(count):
         rng = random.Random(f"{kind} {index}")
         lines, asked = _facts(kind, passages, rng)
-        tokens, spans = encode(PREAMBLE), []
+        tokens, spans = tokenizer.encode(PREAMBLE), []  # with the start token, if the model has one
         texts = prose() if kind == "lookup" else source()
         for line in lines:
             first, paragraphs, room = rng.randrange(len(texts)), [], size - len(encode(line))

@@ -16,6 +16,7 @@ from pagoda.blend.select import CHECK_LAYER, Choice
 
 _BLENDED, _RECOMPUTED = 1, 2
 _ROUNDING = 1e-6
+_NEVER = 1 << 62  # more tokens than any sequence has
 _LEAST_CHARGE = 1 / 8  # all rows of a step are in memory at once, however few go on
 
 
@@ -33,7 +34,7 @@ class BlendProgress:
     Attributes:
         first: where the first passage starts: from there on the KV is the request's own.
         num_raised, num_whole: how often the guard had more, or all, computed than was asked for; a chunk of the
-            prompt counts once.
+            prompt counts once, and a prompt that is given up once more.
     """
 
     def __init__(self, spec: BlendSpec, num_tokens: int, charge: float = 1.0) -> None:
@@ -49,6 +50,15 @@ class BlendProgress:
         for span in spec.spans:
             charges[span.start : span.stop] = charge
         self._charged = np.concatenate(([0.0], charges.cumsum()))  # of all tokens before each position
+
+    def abandon(self) -> None:
+        """Nothing of the prompt is blended any more: it is computed from where its exact KV ends."""
+        self.first = _NEVER
+        self.num_raised += 1
+        self.num_whole += 1
+        self._sources[:] = 0
+        self._least_charge = 1.0
+        self._charged = np.arange(self._sources.size + 1, dtype=np.float64)
 
     def chunk(self, position: int, budget: int) -> int:
         """How many of the next tokens go into a step with room for `budget` rows, at least 1; maybe more than exist.

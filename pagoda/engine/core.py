@@ -16,6 +16,7 @@ from pagoda.blend.progress import BlendProgress, row_charge
 from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
+from pagoda.engine.blend.doubts import Doubts
 from pagoda.engine.blend.passages import Passages, check_passages
 from pagoda.engine.choosing import Chooser, News
 from pagoda.engine.config import EngineConfig
@@ -93,6 +94,7 @@ class EngineCore:
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
         self._chooser = Chooser(self._forker, self._scheduler, self._eos_ids)
         self._passages = Passages(cache, self._forker.sample)
+        self._doubts = Doubts(self._scheduler)
         self._requests: dict[str, Request] = {}
         self._desk = LeaseDesk(cache)
         self._auditor: Auditor | None = None
@@ -285,10 +287,11 @@ class EngineCore:
         if all(rows.sample.request.blend is None for rows in plan):  # else many a row was computed in part
             runs = [(rows.start, rows.stop) for rows in plan]
             self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
-        for rows in plan:
+        settled, logits = self._doubts.settle(plan, logits)
+        for rows in settled:
             self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
             self._desk.grant(rows.sample.request, rows.stop)
-        news = self._chooser.choose([rows.sample for rows in plan if rows.needs_logits], logits)
+        news = self._chooser.choose([rows.sample for rows in settled if rows.needs_logits], logits)
         outputs = self._desk.pass_on([output for each in news if (output := self._tell(each)).deltas])
         audits = self._auditor.run() if self._auditor is not None else AuditCounts()
         num_decode = sum(rows.stop - rows.start == 1 for rows in plan)

@@ -241,11 +241,15 @@ class Scheduler:
         """The last in class, priority and arrival is the largest."""
         return self._rank(sample), sample.request.priority, *_arrival(sample)
 
-    def _preempt(self, sample: Sample) -> None:
+    def restart(self, sample: Sample) -> None:
+        """Send a running sample back to the queue, in its place."""
         self.running.remove(sample)
         self._release(sample)
-        sample.was_preempted = True
         self.add(sample)
+
+    def _preempt(self, sample: Sample) -> None:
+        self.restart(sample)
+        sample.was_preempted = True
         self.num_preempted += 1
 
     def _admit(self, plan: dict[Sample, int]) -> None:

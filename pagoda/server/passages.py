@@ -35,6 +35,7 @@ class BlendOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     ratio: float | None = None
     max_deviation: float | None = None
+    min_confidence: float | None = None
     auto: bool | None = None
 
 
@@ -48,9 +49,7 @@ class BlendDefaults:
     def spec(self, options: BlendOptions | None, spans: tuple[Span, ...]) -> BlendSpec | None:
         """The engine's form of what a request asks for; None without passages. Raises InvalidRequest."""
         options = options or BlendOptions()
-        given: dict[str, Any] = {"ratio": self.ratio if options.ratio is None else options.ratio}
-        if options.max_deviation is not None:
-            given["max_deviation"] = options.max_deviation
+        given = {"ratio": self.ratio, **options.model_dump(exclude_none=True, exclude={"auto"})}
         spec = BlendSpec(spans, **given)  # checked, passages or not
         return spec if spec.spans else None
 

@@ -43,9 +43,9 @@ def test_contexts_are_passages_that_hold_the_answers(engine: Engine, kind: str) 
 
 def test_quality_is_measured_once_and_exact_where_all_is_computed(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "quality.jsonl"
-    records = quality.measure(engine, path, 1, 2, 40, lambda _: None)
+    records = quality.measure(engine, path, KINDS, 1, 2, 40, lambda _: None)
     assert [(record["kind"], record["variant"]) for record in records] == [(k, v) for k in KINDS for v in VARIANTS]
-    again = quality.measure(engine, path, 1, 2, 40, lambda _: pytest.fail("measured again"))
+    again = quality.measure(engine, path, KINDS, 1, 2, 40, lambda _: pytest.fail("measured again"))
     assert again == records
     by_name = {(row["kind"], row["variant"]): row for row in quality.figures(records)}
     for kind in KINDS:

@@ -18,6 +18,8 @@ from pagoda.errors import InvalidRequest
         ({"ratio": -0.1}, "ratio"),
         ({"ratio": 1.1}, "ratio"),
         ({"ratio": float("nan")}, "ratio"),
+        ({"min_confidence": 1.5}, "min_confidence"),
+        ({"min_confidence": float("nan")}, "min_confidence"),
         ({"max_deviation": -1.0}, "max_deviation"),
         ({"max_deviation": float("nan")}, "max_deviation"),
         ({"spans": (Span(4, 9), Span(8, 12))}, "overlap"),
@@ -29,6 +31,29 @@ from pagoda.errors import InvalidRequest
 def test_bad_specs_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         BlendSpec(**{"spans": (Span(0, 4),), **changes})  # type: ignore[arg-type]
+
+
+def test_a_passage_alone_follows_what_begins_the_prompt() -> None:
+    tokens = np.arange(100, 120)
+    for span, alone in (
+        (Span(8, 11), [100, 108, 109, 110]),
+        (Span(1, 3), [100, 101, 102]),
+        (Span(0, 3), [100, 101, 102]),  # it begins the prompt itself
+    ):
+        assert span.alone(tokens).tolist() == alone
+        assert span.num_anchor_tokens == len(alone) - (span.stop - span.start)
+
+
+def test_what_is_abandoned_is_a_prompt_like_any_other() -> None:
+    progress = BlendProgress(BlendSpec((Span(4, 20), Span(25, 30))), 40, 0.25)
+    progress.note(np.arange(4, 20), choose(torch.arange(16.0), 0.25, float("inf")))
+    assert (progress.chunk(4, 8), progress.longest(8)) == (20, 32)
+    progress.abandon()
+    assert (progress.num_blended, progress.num_recomputed) == (0, 0)
+    assert (progress.num_raised, progress.num_whole) == (1, 1)
+    assert [progress.chunk(position, 8) for position in (0, 4, 38, 40, 100)] == [8] * 5
+    assert progress.charge(0, 50) == 50
+    assert progress.longest(8) == 8
 
 
 def test_empty_passages_are_none() -> None:

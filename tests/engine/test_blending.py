@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import transformers
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.params import BlendSpec, SamplingParams, Span
+from pagoda.engine.params import BeamSearch, BlendSpec, SamplingParams, Span
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
 from pagoda.sparse.spec import parse_kv_policy
@@ -22,7 +24,7 @@ from tests.model import models, tokenizers_made_here
 from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-UNGUARDED = float("inf")
+UNGUARDED = float("inf"), 0.0
 RNG = np.random.default_rng(11)
 SYSTEM, QUESTION, *DOCUMENTS = (RNG.integers(3, 300, n).tolist() for n in (21, 13, 45, 64, 37))
 
@@ -112,13 +114,13 @@ def test_a_passage_where_it_was_computed_is_exact_at_any_ratio(model: tuple[Path
     tokens, spans = prompt(1, system=[])
     expected, _ = last_logits(make(model[0]), tokens, None)
     for ratio in (0.0, 0.15, 0.5):
-        found, usage = last_logits(make(model[0]), tokens, BlendSpec(spans, ratio, UNGUARDED))
+        found, usage = last_logits(make(model[0]), tokens, BlendSpec(spans, ratio, *UNGUARDED))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert usage.num_hit_tokens == len(DOCUMENTS[1])
     engine = make(model[0])
     run(engine, [*tokens[: spans[0].stop], 5], None)
     engine.core.cache.lookup = lambda *_: engine.core.cache._hit(engine.core.cache.find(RNG.integers(3, 9, 0), Scope()))
-    found, usage = last_logits(engine, tokens, BlendSpec(spans, 0.0, 0.0))  # nothing deviates: nothing to guard
+    found, usage = last_logits(engine, tokens, BlendSpec(spans, 0.0, 0.0, 0.0))  # nothing deviates: nothing to guard
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert usage.num_hit_tokens == 0
     assert usage.num_blended_tokens == len(DOCUMENTS[1])
@@ -128,7 +130,7 @@ def test_prompts_of_one_passage_order_are_exact_once_computed(model: tuple[Path,
     tokens, spans = prompt(0, 1)
     engine = make(model[0])
     expected, _ = last_logits(engine, tokens, None)
-    found, usage = last_logits(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    found, usage = last_logits(engine, tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert usage.num_hit_tokens == len(tokens) - 1
     assert usage.num_blended_tokens == 0
@@ -140,7 +142,7 @@ def test_naive_reuse_equals_a_reference_that_pastes_keys_and_values(llama: tuple
     folder, reference = llama
     tokens, spans = prompt(2, 0, 1)
     expected = pasted(reference, tokens, spans)
-    found, usage = last_logits(make(folder, token_budget=budget), tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    found, usage = last_logits(make(folder, token_budget=budget), tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert usage.num_blended_tokens == sum(span.stop - span.start for span in spans)
     assert usage.num_recomputed_tokens == 0
@@ -180,7 +182,7 @@ def test_more_recomputed_is_nearer_to_full_prefill(llama: tuple[Path, Any]) -> N
     expected, _ = last_logits(make(llama[0]), tokens, None)
     errors = []
     for ratio in (0.0, 0.5, 0.9, 1.0):
-        found, usage = last_logits(make(llama[0]), tokens, BlendSpec(spans, ratio, UNGUARDED))
+        found, usage = last_logits(make(llama[0]), tokens, BlendSpec(spans, ratio, *UNGUARDED))
         errors.append(float((found - expected).norm()))
         share = usage.num_recomputed_tokens / (usage.num_recomputed_tokens + usage.num_blended_tokens)
         assert share == pytest.approx(ratio, abs=0.05)
@@ -189,7 +191,7 @@ def test_more_recomputed_is_nearer_to_full_prefill(llama: tuple[Path, Any]) -> N
 
 def test_what_was_computed_before_makes_no_difference(model: tuple[Path, Any]) -> None:
     tokens, spans = prompt(2, 1)
-    blend = BlendSpec(spans, 0.2, UNGUARDED)
+    blend = BlendSpec(spans, 0.2, *UNGUARDED)
     cold = run(make(model[0]), tokens, blend)
     engine = make(model[0])
     for number in (0, 1, 2):
@@ -205,7 +207,7 @@ def test_blended_kv_is_found_by_nobody(model: tuple[Path, Any]) -> None:
     tokens, spans = prompt(2, 0, 1)
     expected, _ = last_logits(make(model[0]), tokens, None)
     engine = make(model[0])
-    run(engine, tokens, BlendSpec(spans, 0.1, UNGUARDED))
+    run(engine, tokens, BlendSpec(spans, 0.1, *UNGUARDED))
     hit = engine.core.cache.lookup(np.array(tokens, dtype=np.int32), Scope())
     assert hit.num_tokens <= len(SYSTEM)  # what precedes the first passage is exact, and for all to share
     found, usage = last_logits(engine, tokens, None)
@@ -218,7 +220,7 @@ def test_others_run_in_the_same_steps_and_notice_nothing(model: tuple[Path, Any]
     blended = [prompt(2, 0, 1), prompt(1, 2)]
     plain = [RNG.integers(3, 300, n).tolist() for n in (5, 40, 90)]
     alone = [run(make(folder), tokens, None).completions[0].token_ids for tokens in plain]
-    blends = [BlendSpec(spans, 0.2, UNGUARDED) for _, spans in blended]
+    blends = [BlendSpec(spans, 0.2, *UNGUARDED) for _, spans in blended]
     alone += [
         run(make(folder), tokens, blend).completions[0].token_ids
         for (tokens, _), blend in zip(blended, blends, strict=True)
@@ -237,7 +239,7 @@ def test_others_run_in_the_same_steps_and_notice_nothing(model: tuple[Path, Any]
 def test_a_passage_twice_in_one_prompt_is_computed_once(llama: tuple[Path, Any]) -> None:
     engine = make(llama[0])
     tokens, spans = prompt(1, 1)
-    generation = run(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    generation = run(engine, tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     assert generation.usage.num_blended_tokens == 2 * len(DOCUMENTS[1])
     # the system prompt, one passage alone, and the request's lookups: no second computation of the passage
     assert engine.core.cache.stats.num_query_tokens == len(tokens) + 1 + len(DOCUMENTS[1])
@@ -254,7 +256,7 @@ def test_a_passage_is_known_behind_its_start_token_only(llama: tuple[Path, Any])
     assert cache.hierarchy.flush(PATIENCE_S)
     tokens, spans = prompt(1)
     before = cache.stats.num_restored_tokens
-    run(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    run(engine, tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     assert cache.stats.num_restored_tokens == before
     assert cache.find(np.array(behind_the_start(tokens, spans[0])), Scope()).num_tokens == 1 + len(DOCUMENTS[1])
     for known in (bare, other):
@@ -265,7 +267,7 @@ def test_a_passage_is_known_behind_its_start_token_only(llama: tuple[Path, Any])
 def test_two_requests_wait_for_one_computation(llama: tuple[Path, Any]) -> None:
     engine = make(llama[0])
     one, two = prompt(0, 1), prompt(1, 2)
-    blends = [BlendSpec(spans, 0.0, UNGUARDED) for _, spans in (one, two)]
+    blends = [BlendSpec(spans, 0.0, *UNGUARDED) for _, spans in (one, two)]
     engine.generate([one[0], two[0]], GREEDY, blends=blends)
     alone = sum(1 + len(document) for document in DOCUMENTS)
     assert engine.core.cache.stats.num_query_tokens == len(one[0]) + len(two[0]) + alone
@@ -275,7 +277,7 @@ def test_two_requests_wait_for_one_computation(llama: tuple[Path, Any]) -> None:
 def test_a_block_border_may_cut_a_passage_anywhere(llama: tuple[Path, Any], shift: int) -> None:
     folder, reference = llama
     tokens, spans = prompt(0, 2, system=SYSTEM[: 9 + shift])
-    found, _ = last_logits(make(folder), tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    found, _ = last_logits(make(folder), tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     torch.testing.assert_close(found, pasted(reference, tokens, spans), rtol=1e-4, atol=1e-4)
 
 
@@ -283,7 +285,7 @@ def test_empty_and_tiny_passages_are_computed_as_other_text(llama: tuple[Path, A
     tokens, _ = prompt(0)
     expected, _ = last_logits(make(llama[0]), tokens, None)
     spans = (Span(0, 0), Span(3, 10), Span(30, 30), Span(len(tokens), len(tokens)))
-    found, usage = last_logits(make(llama[0]), tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    found, usage = last_logits(make(llama[0]), tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert usage.num_blended_tokens == usage.num_recomputed_tokens == 0
 
@@ -292,7 +294,7 @@ def test_a_prompt_may_end_in_a_passage_or_be_one(llama: tuple[Path, Any]) -> Non
     engine = make(llama[0])
     tokens, spans = prompt(0, 1)
     tokens = tokens[: spans[-1].stop]
-    for blend in (BlendSpec(spans, 0.0, UNGUARDED), BlendSpec((Span(0, len(tokens)),), 0.0, UNGUARDED)):
+    for blend in (BlendSpec(spans, 0.0, *UNGUARDED), BlendSpec((Span(0, len(tokens)),), 0.0, *UNGUARDED)):
         assert len(run(engine, tokens, blend).completions[0].token_ids) == GREEDY.max_tokens
 
 
@@ -321,7 +323,7 @@ def test_the_guard_computes_what_deviates_too_much(llama: tuple[Path, Any]) -> N
     tokens, spans = prompt(2, 0, 1)
     expected, _ = last_logits(make(llama[0]), tokens, None)
     engine = make(llama[0])
-    engine.core.add("r", tokens, GREEDY, blend=BlendSpec(spans, 0.1, max_deviation=0.0))
+    engine.core.add("r", tokens, GREEDY, blend=BlendSpec(spans, 0.1, max_deviation=0.0, min_confidence=0.0))
     request = engine.core._requests["r"]
     while engine.core.has_work:
         engine.core.step()
@@ -329,14 +331,70 @@ def test_the_guard_computes_what_deviates_too_much(llama: tuple[Path, Any]) -> N
     assert request.blend.num_whole > 0
     assert request.blend.num_whole == request.blend.num_raised
     assert request.usage.num_blended_tokens == 0
-    found, _ = last_logits(make(llama[0]), tokens, BlendSpec(spans, 0.1, max_deviation=0.0))
+    found, _ = last_logits(make(llama[0]), tokens, BlendSpec(spans, 0.1, max_deviation=0.0, min_confidence=0.0))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+UNSURE = 1.0  # more than any probability
+
+
+@pytest.mark.parametrize("params", [GREEDY, dataclasses.replace(GREEDY, n=3), SamplingParams(beam=BeamSearch(2))])
+def test_a_doubted_prompt_is_computed_whole(model: tuple[Path, Any], params: SamplingParams) -> None:
+    tokens, spans = prompt(2, 0, 1)
+    params = dataclasses.replace(params, max_tokens=5)
+    expected = run(make(model[0]), tokens, None, params)
+    engine = make(model[0])
+    stats: list[Any] = []
+    engine.core.observers.append(types.SimpleNamespace(on_step=id, on_admitted=max, on_finished=stats.append))
+    found = run(engine, tokens, BlendSpec(spans, 0.0, math.inf, UNSURE), params)
+    assert [each.token_ids for each in found.completions] == [each.token_ids for each in expected.completions]
+    assert found.usage.num_blended_tokens == found.usage.num_recomputed_tokens == 0
+    assert (stats[0].num_blends_raised, stats[0].num_blends_whole) == (1, 1)
+    # Its KV is exact now, and for all to share.
+    assert run(engine, tokens, None, params).usage.num_hit_tokens == len(tokens) - 1
+
+
+def test_a_prompt_is_doubted_before_its_first_token_alone(llama: tuple[Path, Any]) -> None:
+    """Not where no token is wanted, nor where no passage was found, nor again once the answer has begun."""
+    tokens, spans = prompt(2, 0)
+    doubting = BlendSpec(spans, 0.0, math.inf, UNSURE)
+    engine = make(llama[0])
+    assert run(engine, tokens, doubting, SamplingParams(max_tokens=0)).usage.num_blended_tokens > 0
+    engine.core.add("sure", tokens, GREEDY, blend=BlendSpec(spans, 0.0, *UNGUARDED))
+    request = engine.core._requests["sure"]
+    while request.samples[0].num_output_tokens < 3:
+        engine.core.step()
+    assert request.blend is not None
+    request.blend.spec = doubting
+    engine.core._scheduler.preempt_all()
+    while engine.core.has_work:
+        engine.core.step()
+    assert request.usage.num_blended_tokens > 0
+    assert request.blend.num_whole == 0
+
+
+def test_others_go_on_in_the_step_in_which_a_prompt_is_doubted(model: tuple[Path, Any]) -> None:
+    folder, _ = model
+    (sure, of_sure), (doubted, of_doubted) = prompt(2, 0), prompt(0, 1)
+    plain = RNG.integers(3, 300, 30).tolist()
+    prompts = [doubted, plain, sure]
+    expected = [run(make(folder), tokens, None).completions[0].token_ids for tokens in (doubted, plain)]
+    blends = [BlendSpec(of_doubted, 0.1, math.inf, UNSURE), None, BlendSpec(of_sure, 0.1, *UNGUARDED)]
+    tight = make(folder).core.cache.layout.pool_block_bytes * 70
+    for kv_memory in (tight, "4MiB"):
+        engine = make(folder, token_budget=512, kv_memory=kv_memory)
+        found = engine.generate(prompts, GREEDY, blends=blends)
+        assert [each.completions[0].token_ids for each in found[:2]] == expected
+        assert len(found[2].completions[0].token_ids) == GREEDY.max_tokens
+        engine.core.cache.check()
+        assert engine.core.cache.num_held_blocks == 0
+    assert [each.usage.num_blended_tokens > 0 for each in found] == [False, False, True]
 
 
 def test_scopes_do_not_share_passages(llama: tuple[Path, Any]) -> None:
     engine = make(llama[0])
     tokens, spans = prompt(0, 1)
-    blend = BlendSpec(spans, 0.0, UNGUARDED)
+    blend = BlendSpec(spans, 0.0, *UNGUARDED)
     for scope in (Scope("a"), Scope("b"), Scope("a", "salt"), Scope("a")):
         before = engine.core.cache.stats.num_query_tokens
         engine.generate([tokens], GREEDY, scope=scope, blends=[blend])
@@ -392,7 +450,7 @@ def test_nobody_is_told_of_passages(llama: tuple[Path, Any]) -> None:
 
 def test_samples_share_a_blended_prompt(llama: tuple[Path, Any]) -> None:
     tokens, spans = prompt(2, 0)
-    blend = BlendSpec(spans, 0.1, UNGUARDED)
+    blend = BlendSpec(spans, 0.1, *UNGUARDED)
     one = run(make(llama[0]), tokens, blend)
     many = run(make(llama[0]), tokens, blend, dataclasses.replace(GREEDY, n=3))
     assert [c.token_ids for c in many.completions] == [one.completions[0].token_ids] * 3
@@ -402,7 +460,7 @@ def test_too_small_a_pool_ends_in_answers_all_the_same(llama: tuple[Path, Any]) 
     folder, _ = llama
     tight = make(folder, kv_memory=make(folder).core.cache.layout.pool_block_bytes * 30)
     inputs = [prompt(0, 1, 2), prompt(2, 1, 0), prompt(1, 0)]
-    blends = [BlendSpec(spans, 0.1, UNGUARDED) for _, spans in inputs]
+    blends = [BlendSpec(spans, 0.1, *UNGUARDED) for _, spans in inputs]
     outputs = tight.generate([tokens for tokens, _ in inputs], GREEDY, blends=blends)
     assert all(len(output.completions[0].token_ids) == GREEDY.max_tokens for output in outputs)
     tight.core.cache.check()
@@ -412,7 +470,7 @@ def test_too_small_a_pool_ends_in_answers_all_the_same(llama: tuple[Path, Any]) 
 def test_passages_come_back_from_tiers(llama: tuple[Path, Any]) -> None:
     engine = make(llama[0], tiers=["dram:16MiB"], kv_memory="1MiB")
     tokens, spans = prompt(0, 1)
-    blend = BlendSpec(spans, 0.0, UNGUARDED)
+    blend = BlendSpec(spans, 0.0, *UNGUARDED)
     first = run(engine, tokens, blend)
     engine.core.cache.clear()
     assert engine.core.cache.hierarchy.flush(PATIENCE_S)
@@ -429,7 +487,7 @@ def test_a_window_forgets_the_middle_of_a_long_passage_which_is_computed(tmp_pat
     engine = make(folder, kv_memory="4MiB")
     document = RNG.integers(3, 300, 200).tolist()
     tokens = SYSTEM + document + QUESTION
-    blend = BlendSpec((Span(len(SYSTEM), len(SYSTEM) + 200),), 0.0, UNGUARDED)
+    blend = BlendSpec((Span(len(SYSTEM), len(SYSTEM) + 200),), 0.0, *UNGUARDED)
     expected = run(engine, tokens, blend)
     cache = engine.core.cache
     match = cache.find(np.array(tokens[:1] + document, dtype=np.int32), Scope())
@@ -449,8 +507,8 @@ def test_weights_that_change_take_passages_with_them(llama: tuple[Path, Any], tm
     other = models.save(models.build("llama", seed=3, **sizes), tmp_path)
     tokenizers_made_here.save(tokenizers_made_here.byte_level(), other)
     engine.reload_weights(str(other))
-    expected, _ = last_logits(make(other), tokens, BlendSpec(spans, 0.0, UNGUARDED))
-    found, _ = last_logits(engine, tokens, BlendSpec(spans, 0.0, UNGUARDED))
+    expected, _ = last_logits(make(other), tokens, BlendSpec(spans, 0.0, *UNGUARDED))
+    found, _ = last_logits(engine, tokens, BlendSpec(spans, 0.0, *UNGUARDED))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -458,7 +516,7 @@ def test_passages_and_policies_that_drop_tokens_share_steps_but_no_request(llama
     folder, _ = llama
     tokens, spans = prompt(2, 0)
     plain = RNG.integers(3, 300, 90).tolist()
-    blend, sparse = BlendSpec(spans, 0.1, UNGUARDED), dataclasses.replace(GREEDY, kv_policy=parse_kv_policy("h2o:40"))
+    blend, sparse = BlendSpec(spans, 0.1, *UNGUARDED), dataclasses.replace(GREEDY, kv_policy=parse_kv_policy("h2o:40"))
     with pytest.raises(InvalidRequest, match="kv_policy"):
         make(folder).generate([tokens], sparse, blends=[blend])
     default = make(folder, kv_policy="h2o:40").generate([tokens], GREEDY, blends=[blend])

@@ -86,9 +86,13 @@ async def test_without_marks_nothing_is_blended_and_usage_says_nothing_of_it(liv
 
 
 async def test_options_reach_the_engine(live: Live) -> None:
-    await chat(live, {"role": "user", "content": [passage(TIDES)]}, blend={"ratio": 0.3, "max_deviation": 0.1})
+    await chat(
+        live,
+        {"role": "user", "content": [passage(TIDES)]},
+        blend={"ratio": 0.3, "max_deviation": 0.1, "min_confidence": 0},
+    )
     blend = live.backend.seen[-1]["blend"]
-    assert (blend.ratio, blend.max_deviation) == (0.3, 0.1)
+    assert (blend.ratio, blend.max_deviation, blend.min_confidence) == (0.3, 0.1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,7 @@ async def test_options_reach_the_engine(live: Live) -> None:
         ([passage(TIDES)], {"blend": {"ratio": 1.5}}, "blend.ratio"),
         (TIDES, {"blend": {"ratio": -1.0}}, "blend.ratio"),
         ([passage(TIDES)], {"blend": {"max_deviation": -1.0}}, "blend.max_deviation"),
+        ([passage(TIDES)], {"blend": {"min_confidence": 1.5}}, "blend.min_confidence"),
         ([passage(TIDES)], {"blend": {"ration": 0.5}}, "blend.ration"),
         ([passage(TIDES)], {"blend": {"ratio": "much"}}, "blend.ratio"),
         ([passage(TIDES)], {"blend": 0.5}, "blend"),
@@ -360,7 +365,7 @@ async def test_the_real_engine_reuses_passages_in_any_order(folder: Any, order: 
                     {"role": "system", "content": "Answer in few words."},
                     {"role": "user", "content": [*map(passage, texts), part("How many boats?")]},  # type: ignore[list-item]
                 ],
-                extra_body={"blend": {"ratio": 0.15, "max_deviation": 100.0}},
+                extra_body={"blend": {"ratio": 0.15, "max_deviation": 100.0, "min_confidence": 0.0}},
                 extra_headers={"X-Pagoda-Explain": "1"},
             )
             usages.append(answer.usage.model_dump()["prompt_tokens_details"])
