@@ -39,36 +39,34 @@ def draw(report: Mapping[str, Any], fast: Mapping[str, Mapping[str, float]], pat
     cost, gain = figure.subplots(1, 2)
     size = report["bytes_per_token"]
     names = sorted(report["variants"], key=lambda name: size[name])
-    for (corpus, variants), mark in zip(report["text"].items(), _MARKS, strict=False):
+    for of_text, variants in enumerate(report["text"].values()):
         for place, name in enumerate(names):
             change = variants[name]["perplexity_change"]
-            around = [[change["value"] - change["low"]], [change["high"] - change["value"]]]
             cost.errorbar(
-                size[name] / 1024,
+                size[name] / 1024 + of_text * 0.2,  # beside each other
                 change["value"],
-                yerr=around,
-                fmt=mark,
+                yerr=[[change["value"] - change["low"]], [change["high"] - change["value"]]],
+                fmt=_MARKS[of_text % len(_MARKS)],
                 color=f"C{place % 10}",
-                markersize=5,
-                capsize=3,
-                label=f"{name}, {corpus}",
+                markersize=4,
+                capsize=2,
+                label=None if of_text else name,
             )
     cost.axhline(0, color="grey", linewidth=0.8)
     cost.axvline(size["full"] / 1024, color="grey", linestyle="--", linewidth=0.8, label="BF16")
     cost.yaxis.set_major_formatter(lambda value, _: f"{value:+.1%}")
-    cost.set_xlim(left=0)
     cost.set_xlabel(f"KiB a token, {report['model']}")
-    cost.set_ylabel("change of perplexity, 95% interval")
-    cost.legend(fontsize="x-small", ncols=2)
+    cost.set_ylabel(f"change of perplexity: {', '.join(report['text'])}")
+    cost.legend(fontsize="small", loc="upper right")
     width = 0.8 / len(fast)
     for place, (shape, by_format) in enumerate(fast.items()):
         at = [index + place * width for index in range(len(by_format))]
-        gain.bar_label(gain.bar(at, list(by_format.values()), width, label=shape), fmt="%.2f", fontsize="x-small")
+        gain.bar_label(gain.bar(at, list(by_format.values()), width, label=shape), fmt="%.2f", fontsize=6)
         gain.set_xticks([index + 0.4 - width / 2 for index in range(len(by_format))], list(by_format), rotation=20)
     gain.axhline(1, color="grey", linestyle="--", linewidth=0.8)
     gain.set_ylabel(f"decode attention over {CONTEXT:,} entries, BF16 = 1")
-    gain.legend(fontsize="x-small")
-    figure.savefig(path, dpi=100)
+    gain.legend(fontsize="x-small", loc="upper left")
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:

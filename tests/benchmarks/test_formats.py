@@ -25,5 +25,13 @@ def test_it_has_every_variant_and_text(tmp_path: Path) -> None:
     path = tmp_path / "formats.svg"
     draw(report, speeds(kept, rounds=1), path)
     drawn = path.read_text()
-    for label in ("int8, prose", "int4 skip 0,1, source", "BF16", "KiB a token, smollm2", "3 x 3 of 64", "1.90"):
+    for label in (
+        "int8",
+        "int4 skip 0,1",
+        "change of perplexity: prose, source",
+        "BF16",
+        "KiB a token, smollm2",
+        "3 x 3 of 64",
+        "1.90",
+    ):
         assert f"<!-- {label} -->" in drawn
