@@ -16,7 +16,7 @@ def test_it_has_every_variant_and_text(tmp_path: Path) -> None:
     names = ["int8", "int4 skip 0,1"]
     report = {
         "model": "smollm2",
-        "variants": dict.fromkeys(names, {}),
+        "variants": {name: {} for name in names},
         "bytes_per_token": {"full": 23040, "int8": 11880, "int4 skip 0,1": 8000.5},
         "text": {corpus: dict.fromkeys(names, change) for corpus in ("prose", "source")},
     }
