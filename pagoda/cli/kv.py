@@ -139,9 +139,14 @@ def purge(
     Of a whole tenant, all that tiers have goes too. Tiers that did not do it within 10 s are named, and status is 2:
     the server goes on to try while it runs.
     """
+    has_prefix = prompt is not None or messages is not None
+    if request is not None and (has_prefix or tenant is not None):
+        raise ConfigError("--request says all: give no tenant and no prefix with it")
+    if cache_salt and not has_prefix:
+        raise ConfigError("--cache-salt needs --prompt or --messages: which prefix to purge under it")
     body: dict[str, Any] = {"request_id": request} if request is not None else {"tenant": tenant}
     what = f"request {request}" if request is not None else f"tenant {tenant!r}"
-    if request is None and (prompt is not None or messages is not None):
+    if has_prefix:
         body |= {"tenant": tenant or "", "cache_salt": cache_salt, **_prefix(prompt, messages)}
         what = f"what begins so of tenant {tenant or ''!r}"
     elif request is None and tenant is None:

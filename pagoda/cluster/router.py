@@ -206,7 +206,7 @@ class Router:
         """
         number: int | None = None
         if (asked := request.headers.get(REPLICA_HEADER)) is not None:
-            if not (asked.isdecimal() and int(asked) < len(self._fleet)):
+            if not (asked.isdecimal() and len(asked) < 10 and int(asked) < len(self._fleet)):
                 message = f"{REPLICA_HEADER} must be below {len(self._fleet)}, the number of replicas."
                 raise HttpError(400, "invalid_value", message, param=REPLICA_HEADER)
             number = int(asked)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pagoda.engine.history import History
-from pagoda.errors import PoolIsLeased
+from pagoda.errors import LeaseRefused, PoolIsLeased
 from pagoda.kv.block_map import BlockMap as BlockMap
 from pagoda.kv.block_map import BlockUse as BlockUse
 from pagoda.kv.cache import KVCache
@@ -152,7 +152,11 @@ class CacheAdmin:
             LeaseRefused: nothing of it is cached, or it does not fit the lease budget.
         """
         retention = self._cache.retention
-        return _info(retention.retain(as_tokens(tokens), scope, ttl_s=None, owner=scope.namespace))
+        try:
+            return _info(retention.retain(as_tokens(tokens), scope, ttl_s=None, owner=scope.namespace))
+        except LeaseRefused:
+            retention.num_refused += 1
+            raise
 
     def publish(self, tokens: Sequence[int], scope: Scope) -> int:
         """Let every tenant hit a prefix: see `KVCache.publish`. Returns how many of its tokens are cached for all now.

@@ -75,6 +75,8 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepting = False
+        self._has_ended = False  # told on the event loop: after it, nothing is put into the inbox
+        self._asked: set[asyncio.Future[Any]] = set()
         self._stats = self._snapshot()
 
     @property
@@ -130,9 +132,11 @@ class AsyncEngine:
         return loaded.weights_identity
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
-        if not self.is_healthy or self._loop is None:
+        if not self.is_healthy or self._loop is None or self._has_ended:
             raise RequestAborted("the engine is not running")
         loop, result = self._loop, self._loop.create_future()
+        self._asked.add(result)
+        result.add_done_callback(self._asked.discard)
 
         def settle(set_result: Callable[[Any], None], value: Any) -> None:
             loop.call_soon_threadsafe(lambda: None if result.done() else set_result(value))
@@ -176,7 +180,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the engine's thread."""
         self._loop = asyncio.get_running_loop()
-        self._accepting = True
+        self._accepting, self._has_ended = True, False
         self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
         self._thread.start()
 
@@ -238,7 +242,7 @@ class AsyncEngine:
         return self._stream(name, partial(self._core.fork, request_id, name, params, index=index))
 
     async def _stream(self, name: str, start: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
-        if not self._accepting or not self.is_healthy:
+        if not self._accepting or not self.is_healthy or self._has_ended:
             raise RequestAborted("the engine is not running")
         outputs: asyncio.Queue[RequestOutput | Refused] = asyncio.Queue()
         self._streams[name] = outputs
@@ -279,7 +283,7 @@ class AsyncEngine:
             raise
         finally:
             self._stats = self._snapshot()
-            self._fail_streams()
+            self._fail_all()
 
     def _take_commands(self) -> bool:
         """Run what is in the inbox, waiting for something to do, a lease to run out or the next look at pressure.
@@ -321,9 +325,20 @@ class AsyncEngine:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(put)
 
-    def _fail_streams(self) -> None:
-        error = RequestAborted("the engine stopped")
-        self._deliver([(name, error) for name in list(self._streams)])
+    def _fail_all(self) -> None:
+        """Nobody takes what is in the inbox any more: who waits for it is told."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        """On the event loop, so that who asks either is told here or finds that it is over."""
+        self._has_ended = True
+        for outputs in self._streams.values():
+            outputs.put_nowait(RequestAborted("the engine stopped"))
+        for result in self._asked:
+            if not result.done():
+                result.set_exception(RequestAborted("the engine stopped"))
 
     def _snapshot(self) -> EngineStats:
         cache, sparsity = self._core.cache, self._core.sparsity

@@ -51,25 +51,30 @@ class LeaseDesk:
         try:
             kept = self._cache.retention.retain(prefix, scope, ttl_s=spec.ttl_s, owner=scope.namespace, name=spec.name)
         except PoolIsLeased as refusal:
-            return self._grant_below(request, spec, LeaseOutcome(spec, 0, str(refusal)))
+            return self._grant_below(request, spec, refusal)
         except LeaseRefused as refusal:
-            return LeaseOutcome(spec, 0, str(refusal))
+            return self._refuse(spec, refusal)
         return LeaseOutcome(spec, kept.num_tokens, held_in="pool")
 
-    def _grant_below(self, request: Request, spec: LeaseSpec, refused: LeaseOutcome) -> LeaseOutcome:
+    def _refuse(self, spec: LeaseSpec, refusal: LeaseRefused) -> LeaseOutcome:
+        self._cache.retention.num_refused += 1
+        return LeaseOutcome(spec, 0, str(refusal))
+
+    def _grant_below(self, request: Request, spec: LeaseSpec, refusal: LeaseRefused) -> LeaseOutcome:
         """What a tier holds already; else the refusal, which stands unless a tier takes the lease."""
         if not isinstance(self._cache, TieredCache) or not request.params.tier_use.store:
-            return refused
+            return self._refuse(spec, refusal)
         scope = request.scope
         wish = Wish(request.prompt[: spec.num_tokens], scope, spec.ttl_s, scope.namespace, spec.name)
         kept = self._cache.kept_below(wish)
         if kept is not None:
             return LeaseOutcome(spec, kept.num_tokens, held_in=kept.held_in)
         promise = self._cache.promise(wish)
-        if promise is not None:
-            case = self._cases.setdefault(request.request_id, _Case(request))
-            case.promises[len(request.outcomes)] = promise
-        return refused
+        if promise is None:
+            return self._refuse(spec, refusal)
+        case = self._cases.setdefault(request.request_id, _Case(request))
+        case.promises[len(request.outcomes)] = promise
+        return LeaseOutcome(spec, 0, str(refusal))
 
     def pass_on(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """The outputs that may go out now: these and earlier ones, but those of requests that wait for an answer."""
@@ -83,6 +88,8 @@ class LeaseDesk:
                         spec = case.request.outcomes[place].spec
                         outcome = LeaseOutcome(spec, promise.num_tokens, held_in=promise.lane.name)
                         case.request.outcomes[place] = outcome
+                    else:
+                        self._cache.retention.num_refused += 1
                 decided[name] = tuple(case.request.outcomes)
                 ready += [replace(output, leases=decided[name]) for output in case.outputs]
         for output in outputs:

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pagoda.errors import ConfigError
+from pagoda.kv.lineage import PUBLIC
 from pagoda.kv.sizes import parse_size
 from pagoda.kv.tenants import Share as Share
+
+RESERVED = frozenset(("", PUBLIC.namespace))
+"""What no tenant may be called: all requests together where there are no API keys, and what is published."""
 
 
 class ServiceClass(StrEnum):

@@ -40,6 +40,12 @@ class Breaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < until else BreakerState.HALF_OPEN
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `admit` would let a call start now; while one is trying, none."""
+        state = self.state
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._is_trying)
+
     def admit(self) -> bool:
         """Whether a call may start. Each that may must end in `succeeded`, `failed` or `abandoned`."""
         with self._lock:

@@ -127,7 +127,8 @@ class Hierarchy:
         That is queued behind what was written before; a record that a tier has not is passed over.
         """
         for writer in self._all_writers:
-            writer.put(SetLease(ids, until))
+            if not writer.lane.is_quarantined:
+                writer.put(SetLease(ids, until))
 
     def hold(self, lane: Lane, ids: Sequence[RecordId], until: float) -> Hold:
         """Let one tier keep records until a Unix time, behind what was queued before; what has the answer."""
@@ -165,7 +166,7 @@ class Hierarchy:
 
     def _writers_of(self, policy: WritePolicy, above: Lane | None) -> list[Writer]:
         lanes = self.lanes if above is None else self.lanes[: self.lanes.index(above)]
-        return [writer for writer in self._writers[policy] if writer.lane in lanes]
+        return [each for each in self._writers[policy] if each.lane in lanes and not each.lane.is_quarantined]
 
     def is_wanted(self, policy: WritePolicy, ids: Sequence[RecordId]) -> list[bool]:
         """Which records were used often enough to be written by this policy."""

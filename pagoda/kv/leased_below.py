@@ -7,7 +7,8 @@ promise       a lease that the pool has no room for: a tier is asked to hold it;
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +18,10 @@ from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import BlockCopier, KVCache
 from pagoda.kv.eviction import EvictionPolicy
 from pagoda.kv.hierarchy import Hierarchy
-from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag
+from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
+from pagoda.kv.radix_node import TokenArray
 from pagoda.kv.retention import Retained
 from pagoda.kv.tenants import Share
 from pagoda.kv.tier_leases import Promise, TierLeases, Wish
@@ -60,9 +62,7 @@ class LeasedBelow(KVCache):
         self._io = pool
         self._keys = keys
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
-        self._below = TierLeases(
-            hierarchy, self.retention, layout.block_bytes, self._bring, self.discard, self._let_drop
-        )
+        self._below = TierLeases(hierarchy, self.retention, layout.block_bytes, self._bring, self.discard, self._pooled)
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """What each namespace that was seen here has in each tier, in bytes, as the tier said lately."""
@@ -79,25 +79,19 @@ class LeasedBelow(KVCache):
     def keep_copies(self, blocks: BlockIds, ttl_s: float) -> None:
         """See KVCache. Told to the tiers in the order in which they were written to."""
         ids = [record for block in blocks.tolist() if (record := self._record_of.get(block)) is not None]
-        until = time.time() + ttl_s if ttl_s else NO_LEASE
-        longer = {record: later for record in ids if (later := self._below.until(record)) > until}
-        if len(longer) < len(ids):
-            self.hierarchy.lease([record for record in ids if record not in longer], until)
-        for record, later in longer.items():
-            self.hierarchy.lease([record], later)
+        self._below.tell(ids, time.time() + ttl_s if ttl_s else NO_LEASE)
 
     def kept_below(self, wish: Wish) -> Retained | None:
         """The lease on a prefix that a tier holds for the same owner and name, prolonged; None if there is none."""
-        keys = self._whole_names(wish)
-        held = self._below.of(keys[-1]) if keys else ()
-        same = next((lease for lease in held if (lease.owner, lease.name) == (wish.owner, wish.name)), None)
+        keys = [key for key, _ in self._whole_names(wish.tokens, wish.scope)]
+        same = self._below.same(keys[-1], wish) if keys else None
         if same is not None:
             self.retention.prolong(same, wish.ttl_s)
         return same
 
     def promise(self, wish: Wish) -> Promise | None:
         """Ask a tier to hold a lease on the known whole blocks of a prefix; None if there are none, or no tier can."""
-        size, keys = self.block_size, self._whole_names(wish)
+        size, keys = self.block_size, [key for key, _ in self._whole_names(wish.tokens, wish.scope)]
         if not keys:
             return None
         tokens = wish.tokens[: len(keys) * size]
@@ -108,6 +102,7 @@ class LeasedBelow(KVCache):
             for group, table in enumerate(hold.tables)
             for index in range(table.first, len(keys))
         }
+        wish = replace(wish, tokens=tokens[: len(keys) * size])
         promise = self._below.ask(wish, hold, keys, blocks) if keys else None
         if promise is None:
             self.discard(hold)
@@ -135,26 +130,30 @@ class LeasedBelow(KVCache):
                 if not kept.name:
                     self.retention.prolong(kept)
 
-    def _whole_names(self, wish: Wish) -> Sequence[BlockKey]:
-        """The keys of all whole blocks of a prefix."""
-        tokens = wish.tokens[: wish.tokens.size // self.block_size * self.block_size]
-        lineage = self._tree.lineages.of(tokens, wish.scope)
-        keys: list[BlockKey] = []
+    def _whole_names(self, tokens: TokenArray, scope: Scope) -> list[tuple[BlockKey, Scope]]:
+        """The keys of all whole blocks of a prefix, and the scope that each belongs to."""
+        tokens = tokens[: tokens.size // self.block_size * self.block_size]
+        lineage = self._tree.lineages.of(tokens, scope)
+        names: list[tuple[BlockKey, Scope]] = []
         for segment, end in zip(lineage, [*(each.start for each in lineage[1:]), tokens.size], strict=True):
-            part = tokens[segment.start : min(end, tokens.size)]
-            keys += self._keys.chain(self._keys.root(segment.scope), part, self.block_size)
-        return keys
+            part, owner = tokens[segment.start : min(end, tokens.size)], replace(segment.scope, after=b"")
+            names += [(key, owner) for key in self._keys.chain(self._keys.root(segment.scope), part, self.block_size)]
+        return names
 
     def _bring(self, lane: Lane, named: Sequence[tuple[int, RecordId]]) -> None:
         ids = [record for _, record in named]
         self.hierarchy.write_to(lane, ids, self._export(named), self._owners([block for block, _ in named]))
 
-    def _let_drop(self, records: Sequence[RecordId]) -> None:
-        """Let tiers drop records, but those of the pool's leases."""
-        blocks = np.flatnonzero(self.retention.leases_of_every(1)).tolist()
-        leased = {self._record_of.get(block) for block in blocks}
-        if free := [record for record in records if record not in leased]:
-            self.hierarchy.lease(free, NO_LEASE)
+    def _pooled(self, records: Collection[RecordId]) -> Mapping[RecordId, float]:
+        """Those of the records that leases of the pool need, and until when copies of them were promised."""
+        wanted, now = set(records), time.time()
+        blocks = np.flatnonzero(self.retention.leases_of_every(1))
+        lasts_s = self.retention.copies_last_s(blocks)
+        return {
+            record: now + left
+            for block, left in zip(blocks.tolist(), lasts_s, strict=True)
+            if (record := self._record_of.get(block)) is not None and record in wanted
+        }
 
     def _export(self, named: Sequence[tuple[int, RecordId]]) -> ByteRows:
         payloads: ByteRows = np.empty((len(named), self.layout.block_bytes), dtype=np.uint8)

@@ -52,10 +52,7 @@ class Purging(Books):
 
     def purge_lease(self, lease: Retained) -> int:
         """Purge what a lease keeps, and all that continues it; nothing if it has ended. Returns as `purge`."""
-        if lease.released:
-            return 0
-        _, tokens = self._tree.prefix_of(lease.pinned.last_block)
-        return self.purge(lease.scope, tokens)
+        return 0 if lease.released else self.purge(lease.scope, lease.pinned.tokens)
 
     def renew(self, fingerprint: bytes) -> None:
         """Forget all that is cached or leased: another model, of this `KVLayout.fingerprint`, computes from now on.

@@ -127,7 +127,7 @@ class Retention:
         owner_limits: most of them charged to an owner; whoever is not in it has no limit of its own.
         guaranteed: blocks that each owner is sure of, leased or not; nobody else counts on those.
         unguaranteed_limit_blocks: most blocks that all leases may have beyond what their owners are guaranteed.
-        num_refused: leases refused since the start.
+        num_refused: leases refused since the start; whoever says so counts, as a tier may take what the pool refuses.
         lapsed_at: of each block, when the last of its leases ran out; 0 if it has one, or had none.
     """
 
@@ -197,7 +197,6 @@ class Retention:
             if same is None:
                 return self._add(pinned, scope, ttl_s, owner, name)
         except LeaseRefused:
-            self.num_refused += 1
             if pinned is not None:
                 self._pins.unpin(pinned)
             raise
@@ -231,8 +230,11 @@ class Retention:
         Args:
             pinned: its tokens, and no blocks.
             num_blocks: what the tier has.
+
+        Raises:
+            LeaseRefused: its owner, or the server, has too many by now; nothing changed.
         """
-        self.num_refused -= 1
+        self._check_owner(num_blocks, owner)
         expires_at = self._clock() + ttl_s
         lease = Retained(next(self._serials), owner, name, scope, pinned, ttl_s, expires_at, held_in, num_blocks)
         lease.copies_until = expires_at
@@ -259,6 +261,11 @@ class Retention:
             until = lease.expires_at + lease.ttl_s * KEPT_LONGER
             self._copies_until[short] = until
             self._pins.keep_copies(short.astype(lease.pinned.blocks.dtype), until - self._clock())
+
+    def copies_last_s(self, blocks: npt.NDArray[np.intp]) -> list[float]:
+        """For how many seconds more copies of blocks were promised; negative where none were."""
+        left: list[float] = (self._copies_until[blocks] - self._clock()).tolist()
+        return left
 
     def check_room(self, num_new: int, owner: str) -> None:
         """Whether so many more blocks may be leased.

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
+from pagoda.errors import LeaseRefused
 from pagoda.kv.hierarchy import Hierarchy
 from pagoda.kv.keys import BlockKey, Scope
 from pagoda.kv.lease import Lease
@@ -33,7 +35,7 @@ _BLOCKS_A_STEP = 32
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to be leased for how long, by whom: see Retention."""
+    """Tokens to be leased for how long, by whom: see Retention. Of a promise they are whole blocks, all known."""
 
     tokens: TokenArray
     scope: Scope
@@ -72,7 +74,7 @@ class Promise:
     @property
     def num_tokens(self) -> int:
         """Tokens that are sure to be found."""
-        return self.hold.num_hit_tokens
+        return int(self.wish.tokens.size)
 
     @property
     def is_late(self) -> bool:
@@ -86,7 +88,7 @@ class TierLeases:
     Args:
         bring: copies blocks out of the pool and queues them for a tier.
         let_go: ends a hold on the pool's blocks.
-        let_drop: tells tiers that no lease here needs records any more.
+        pooled: of some records, those that leases of the pool need too, and until when, in Unix seconds.
     """
 
     def __init__(
@@ -96,14 +98,14 @@ class TierLeases:
         block_bytes: int,
         bring: Callable[[Lane, Sequence[tuple[int, RecordId]]], None],
         let_go: Callable[[Lease], None],
-        let_drop: Callable[[Sequence[RecordId]], None],
+        pooled: Callable[[Collection[RecordId]], Mapping[RecordId, float]],
     ) -> None:
         self._hierarchy = hierarchy
         self._retention = retention
         self._block_bytes = block_bytes
         self._bring = bring
         self._let_go = let_go
-        self._let_drop = let_drop
+        self._pooled = pooled
         self._open: list[Promise] = []
         self._held: dict[Retained, Promise] = {}
         self._by_key: dict[BlockKey, list[Retained]] = {}
@@ -111,7 +113,10 @@ class TierLeases:
         self._taken: Counter[Lane] = Counter()  # bytes
 
     def ask(self, wish: Wish, hold: Lease, keys: Sequence[BlockKey], blocks: Mapping[RecordId, int]) -> Promise | None:
-        """Ask a tier to keep the blocks of these names; None if none may: the hold is the caller's to end then."""
+        """Ask a tier to keep the blocks of these names, which are the wish's; None if none may.
+
+        The hold is the caller's to end then.
+        """
         ids = [RecordId(key, group) for key in keys for group in range(len(hold.tables))]
         num_bytes = len(ids) * self._block_bytes
         lane = next((lane for lane in reversed(self._hierarchy.lanes) if self._has_room(lane, num_bytes)), None)
@@ -120,6 +125,7 @@ class TierLeases:
         self._taken[lane] += num_bytes
         until = time.time() + wish.ttl_s * (1 + KEPT_LONGER)
         asked = self._hierarchy.hold(lane, ids, until)
+        self._tell_longer(self._longer(ids, until, self._pooled(ids)))
         promise = Promise(wish, lane, hold, keys[-1], frozenset(ids), blocks, until, asked)
         self._open.append(promise)
         return promise
@@ -139,8 +145,8 @@ class TierLeases:
                 self._open.remove(promise)
                 self._let_go(promise.hold)
                 if promise.is_held:
-                    self._keep(promise)
-                else:
+                    promise.is_held = self._keep(promise)
+                if not promise.is_held:
                     self._give_up(promise)
 
     def _advance(self, promise: Promise) -> None:
@@ -164,26 +170,35 @@ class TierLeases:
 
     def _give_up(self, promise: Promise) -> None:
         self._taken[promise.lane] -= len(promise.ids) * self._block_bytes
-        self._let_drop([record for record in promise.ids if not self._num_leases[record]])
+        self.tell(list(promise.ids), NO_LEASE, self._pooled(promise.ids))
 
-    def _keep(self, promise: Promise) -> None:
-        wish, tokens = promise.wish, promise.wish.tokens[: promise.num_tokens]
+    def _keep(self, promise: Promise) -> bool:
+        """Note a lease; false if its owner has too many by now."""
+        wish = promise.wish
+        if (same := self.same(promise.key, wish)) is not None:  # another request asked for it meanwhile
+            self._give_up(promise)
+            self._retention.prolong(same, wish.ttl_s)
+            return True
         nothing = PinnedPrefix(
-            tokens.size, np.empty(0, dtype=np.int32), int(ABSENT), int(ABSENT), tokens, promise.hold.lineage
+            promise.num_tokens, np.empty(0, dtype=np.int32), int(ABSENT), int(ABSENT), wish.tokens, promise.hold.lineage
         )
-        lease = self._retention.keep_below(
-            nothing, wish.scope, len(promise.ids), wish.ttl_s, wish.owner, wish.name, promise.lane.name
-        )
+        try:
+            lease = self._retention.keep_below(
+                nothing, wish.scope, len(promise.ids), wish.ttl_s, wish.owner, wish.name, promise.lane.name
+            )
+        except LeaseRefused:
+            return False
         self._held[lease] = promise
         self._by_key.setdefault(promise.key, []).append(lease)
         self._num_leases.update(promise.ids)
+        return True
 
     def set(self, lease: Retained, ttl_s: float) -> None:
         """Let a lease's records be kept so much longer; 0 if it ended."""
         promise = self._held[lease]
         if ttl_s:
             promise.until = time.time() + ttl_s
-            self._hierarchy.lease(list(promise.ids), promise.until)
+            self.tell(list(promise.ids), promise.until, self._pooled(promise.ids))
             return
         del self._held[lease]
         self._by_key[promise.key].remove(lease)
@@ -193,15 +208,46 @@ class TierLeases:
         self._num_leases += Counter()  # without those that are at zero
         self._give_up(promise)
 
-    def until(self, record: RecordId) -> float:
+    def tell(
+        self, ids: Sequence[RecordId], until: float, pooled: Mapping[RecordId, float] = MappingProxyType({})
+    ) -> None:
+        """Let tiers keep records until a Unix time, each longer if a lease here, or one in `pooled`, needs it longer.
+
+        A tier keeps what it was told last, so that a short lease would else end a long one on the same records.
+        """
+        longer = self._longer(ids, until, pooled)
+        if len(longer) < len(ids):
+            self._hierarchy.lease([record for record in ids if record not in longer], until)
+        self._tell_longer(longer)
+
+    def _longer(
+        self, ids: Iterable[RecordId], until: float, pooled: Mapping[RecordId, float]
+    ) -> Mapping[RecordId, float]:
+        """Those of the records that are needed longer, and until when."""
+        needed = {record: max(self._until(record), pooled.get(record, NO_LEASE)) for record in ids}
+        return {record: later for record, later in needed.items() if later > until}
+
+    def _tell_longer(self, longer: Mapping[RecordId, float]) -> None:
+        for until in set(longer.values()):
+            self._hierarchy.lease([record for record, later in longer.items() if later == until], until)
+
+    def _until(self, record: RecordId) -> float:
         """When the last of the leases that have a record ends, in Unix seconds; NO_LEASE if none has it."""
-        if not self._num_leases[record]:
+        if not self.has(record):
             return NO_LEASE
         return max(promise.until for promise in self._held.values() if record in promise.ids)
+
+    def has(self, record: RecordId) -> bool:
+        """Whether a held lease has a record."""
+        return self._num_leases[record] > 0
 
     def of(self, key: BlockKey) -> Sequence[Retained]:
         """The held leases that end with this block."""
         return self._by_key.get(key, ())
+
+    def same(self, key: BlockKey, wish: Wish) -> Retained | None:
+        """The held lease that ends with this block and is of the wish's owner and name; None if there is none."""
+        return next((each for each in self.of(key) if (each.owner, each.name) == (wish.owner, wish.name)), None)
 
     def end(self, where: Scope | str, prefix: TokenArray) -> None:
         """End the leases, and give up the promises, that begin with a prefix in a scope, or in all of a namespace."""

@@ -215,6 +215,9 @@ class TieredCache(LeasedBelow):
         num_tokens = (front + len(run)) * self.block_size - lease.num_computed_tokens
         if not run:
             return False
+        lane = run[0][0]
+        if lane.tier.is_lossy:  # and so is all that is computed from it: nobody else shall find it
+            self._detach(lease)  # before room is made: a partial block of the tree is then copied, not written over
         try:
             self.reserve(lease, num_tokens)
         except OutOfBlocks:
@@ -227,12 +230,11 @@ class TieredCache(LeasedBelow):
             del restore.arrived[index]
         if lease.num_leading_tokens == lease.num_computed_tokens:  # nothing was computed yet
             lease.num_leading_tokens += num_tokens
-        lane = run[0][0]
-        if lane.tier.is_lossy:  # and so is all that is computed from it: nobody else shall find it
-            self._detach(lease)
         self._source = lane
-        self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
-        self._source = None
+        try:
+            self.advance(lease, restore.tokens, lease.num_computed_tokens + num_tokens)
+        finally:
+            self._source = None
         lease.num_hit_tokens += num_tokens
         self._refresh_below(lease, front)
         num_early_tokens = min(num_tokens, num_early * self.block_size)
@@ -331,15 +333,14 @@ class TieredCache(LeasedBelow):
         self._forget_names(ids)
 
     def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
-        """See Purging. Of a prefix in a scope, blocks that only tiers have go too."""
+        """See Purging. Of a prefix in a scope, blocks that only tiers have go too, but for leases on less of it."""
         self._prefetches.clear()
-        count = super().purge(where, prefix)
         self._below.end(where, np.empty(0, dtype=np.int32) if prefix is None else prefix)
+        count = super().purge(where, prefix)
         if isinstance(where, Scope) and prefix is not None:
-            size = self.block_size
-            keys = self._keys.chain(self._keys.root(where), prefix[: prefix.size // size * size], size)
-            evicted = keys[self._tree.match(prefix, where).num_tokens // size :]
-            self._delete([RecordId(key, group) for key in evicted for group in range(len(self._windows))])
+            evicted = self._tree.match(prefix, where).num_tokens // self.block_size
+            keys = [key for key, scope in self._whole_names(prefix, where)[evicted:] if scope == where]
+            self._delete([RecordId(key, group) for key in keys for group in range(len(self._windows))])
         return count
 
     def purge_below(self, namespace: str) -> Purge:
@@ -362,7 +363,7 @@ class TieredCache(LeasedBelow):
         self._forget_names(ids)
 
     def _delete(self, records: Sequence[RecordId]) -> None:
-        if records:
+        if records := [record for record in records if not self._below.has(record)]:
             self._purged.update(record.key for record in records)
             self.hierarchy.delete(records)
 

@@ -179,8 +179,18 @@ class Lane:
 
     @property
     def is_available(self) -> bool:
-        """Whether a call may be tried now."""
+        """Whether it is not out: a call may be tried, or is being tried."""
         return self.state is not BreakerState.OPEN
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call would be made now, and not refused because another finds out whether the tier is well."""
+        return self.is_available and self.breaker.is_ready
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it is out for good."""
+        return self._is_quarantined
 
     def quarantine(self) -> None:
         """Take the tier out until the process ends: it gave back, in good order, what was never the right KV."""

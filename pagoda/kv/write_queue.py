@@ -6,7 +6,7 @@
     Delete     these records                     ─┐ tried until it is done: nobody may find them again
     Purge      all records of an owner           ─┘
 
-While the tier is out, what is queued waits for it.
+While the tier is out, what is queued waits for it; if it is out for good, what must be done does.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class Writer:
 
     def _do(self, job: Job) -> bool:
         for attempt in itertools.count(1):
-            while not self.lane.is_available:
-                if self._is_ending:
+            while not self.lane.is_ready:
+                if self._is_ending or (self.lane.is_quarantined and not job.must_be_done):
                     return False
                 time.sleep(0.05)
             try:

@@ -140,6 +140,10 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         fields = validate_fields(PurgeFields, parse_object(await read_body(request, max_body_bytes)))
         if (fields.request_id is None) == (fields.tenant is None):
             raise InvalidRequest("say what to purge: a tenant or a request_id, and not both", param="tenant")
+        if fields.request_id is not None and not fields.names_all:
+            raise InvalidRequest("a request_id names what is purged: give no prefix with it", param="request_id")
+        if fields.names_all and fields.cache_salt:
+            raise InvalidRequest("say which prefix to purge under this cache_salt", param="cache_salt")
         count: int | None
         tiers: dict[str, dict[str, int]] = {}
         if fields.request_id is not None:

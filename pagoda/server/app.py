@@ -131,7 +131,7 @@ def create_app(
         await lifecycle.begin_stop()
         saving.cancel()
         reviving.cancel()
-        accounts.save(accounts.snapshot())
+        await _save(accounts)
         for listener in listeners:
             await asyncio.to_thread(listener.close)
 
@@ -191,10 +191,14 @@ def create_app(
 async def _save_regularly(ledger: Ledger) -> None:
     while True:
         await asyncio.sleep(SAVE_EVERY_S)
-        try:
-            await asyncio.to_thread(ledger.save, ledger.snapshot())
-        except OSError as error:
-            logger.warning("the usage file could not be written: %s", error)
+        await _save(ledger)
+
+
+async def _save(ledger: Ledger) -> None:
+    try:
+        await asyncio.to_thread(ledger.save, ledger.snapshot())
+    except OSError as error:
+        logger.warning("the usage file could not be written: %s", error)
 
 
 def _operations_router(

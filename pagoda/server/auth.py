@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from fastapi import Request
 
-from pagoda.engine.tenants import TenantSpec
+from pagoda.engine.tenants import RESERVED, TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.server.errors import HttpError
 
@@ -29,7 +29,8 @@ class ApiKeys:
         specs: as above, for the engine.
 
     Raises:
-        ConfigError: there is no key, or one is empty or not printable ASCII without spaces, or a spec has no key.
+        ConfigError: there is no key, or one is empty or not printable ASCII without spaces, or a spec has no key, or a
+            tenant has a name that means something else.
     """
 
     def __init__(self, tenants: Mapping[str, str], specs: Mapping[str, TenantSpec] = MappingProxyType({})) -> None:
@@ -38,6 +39,8 @@ class ApiKeys:
         for key in tenants:
             if not (key and key.isascii() and key.isprintable() and " " not in key):
                 raise ConfigError("an API key must be printable ASCII without spaces")
+        if taken := RESERVED & set(tenants.values()):
+            raise ConfigError(f"no tenant may be called {min(taken)!r}")
         if strangers := specs.keys() - set(tenants.values()):
             raise ConfigError(f"tenant {sorted(strangers)[0]!r} has no key")
         self.specs = specs

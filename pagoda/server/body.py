@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from email.message import Message
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Its strings are valid Unicode and its numbers are JSON's (no NaN).
+    """The JSON object in `body`. Its strings are valid Unicode and its numbers are JSON's and finite: no NaN, no 1e999.
 
     Raises:
         HttpError: 400 with what is wrong and where.
@@ -40,7 +41,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _bad_json(f"it is not UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
         if "\\u" in text:
             # An escaped lone surrogate is legal JSON that no tokenizer can take.
             json.dumps(value, ensure_ascii=False).encode()
@@ -70,6 +71,13 @@ def _refuse_size(limit: int) -> NoReturn:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _bad_json(why: str) -> HttpError:

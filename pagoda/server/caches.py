@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -25,9 +26,9 @@ from pydantic import Field
 
 from pagoda.engine.outputs import RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.errors import InvalidRequest, LeaseRefused, PagodaError, RequestAborted
+from pagoda.errors import InvalidRequest, LeaseRefused, Overloaded, PagodaError, RequestAborted
 from pagoda.server.auth import is_admin
-from pagoda.server.backend import Scope
+from pagoda.server.backend import CacheAdmin, Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError
@@ -93,8 +94,13 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         caches.check_room(cache)
         output = await _warm_up(request, served, cache, tokens)
         cache.held_tokens = output.leases[0].num_tokens
-        caches.put(cache)
-        await save()
+        try:
+            caches.add(cache)
+            await save()
+        except Exception:
+            caches.drop(cache.namespace, cache.id)
+            await engine.manage(partial(_end, cache))
+            raise
         usage = {"prompt_tokens": len(tokens), "cached_tokens": output.usage.num_hit_tokens}
         return JSONResponse({**_report(cache), "usage": usage}, headers={"x-request-id": cache.id})
 
@@ -164,8 +170,8 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     Raises:
         HttpError: 409, the lease is refused; told before anything is computed, where that can be known.
     """
-    engine, namespace = served.engine, cache.namespace
-    scope = Scope(namespace, cache.cache_salt)
+    engine = served.engine
+    scope = Scope(cache.namespace, cache.cache_salt)
     wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
 
     adapter = served.adapter(cache.model)
@@ -176,7 +182,7 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     except LeaseRefused as error:
         raise HttpError(409, "lease_refused", f"Not cached: {error}.") from None
     except RequestAborted:
-        await engine.manage(lambda admin: admin.end_named(namespace, cache.id))
+        await engine.manage(partial(_end, cache))
         raise
 
 
@@ -206,24 +212,44 @@ async def revive(served: Served) -> None:
     What can no longer be held, or is for an adapter that is gone, is forgotten and logged.
     """
     for cache in served.caches.unheld():
-        scope = Scope(cache.namespace, cache.cache_salt)
         try:
-            adapter = served.adapter(served.resolve(cache.model))
-            tokens = await asyncio.to_thread(
-                tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer
-            )
-            wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
-            output = await _leased(
-                served.engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
-            )
+            while cache in served.caches.unheld() and (wait_s := await _revive(served, cache)):
+                await asyncio.sleep(wait_s)
         except RequestAborted:
             return  # the file still has it for the next start
         except PagodaError as error:
             logger.warning("the cache %s of tenant %r is forgotten: %s", cache.id, cache.namespace, error)
             served.caches.drop(cache.namespace, cache.id)
-        else:
-            cache.held_tokens, cache.is_held = output.leases[0].num_tokens, True
-    await asyncio.to_thread(served.caches.save)
+    try:
+        await asyncio.to_thread(served.caches.save)
+    except OSError as error:
+        logger.warning("the file of named caches could not be written: %s", error)
+
+
+async def _revive(served: Served, cache: NamedCache) -> float:
+    """Lease a cache again; for how many seconds to wait if that is not to be asked now, else 0.
+
+    Raises:
+        PagodaError: it cannot be leased.
+    """
+    scope = Scope(cache.namespace, cache.cache_salt)
+    adapter = served.adapter(served.resolve(cache.model))
+    tokens = await asyncio.to_thread(tokens_of, cache.prompt, cache.messages, cache.tools, served.engine.tokenizer)
+    wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
+    stream = served.engine.stream(tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
+    try:
+        output = await _leased(stream)
+    except Overloaded as error:
+        return max(1.0, error.retry_after_s)
+    if cache in served.caches.unheld():
+        cache.held_tokens, cache.is_held = output.leases[0].num_tokens, True
+    else:  # deleted meanwhile, or purged
+        await served.engine.manage(partial(_end, cache))
+    return 0.0
+
+
+def _end(cache: NamedCache, admin: CacheAdmin) -> None:
+    admin.end_named(cache.namespace, cache.id)
 
 
 def _report(cache: NamedCache) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -47,6 +48,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, _body(str(error), error.param, "invalid_value")
         case ModelError():
             return 500, _body(f"The model failed: {error}.", None, "model_error", type_="server_error")
+        case RecursionError():  # a body that was read may still be too deep for what renders or writes it
+            return 400, _body("The body is nested too deeply.", None, "invalid_json")
         case Overloaded():
             return 429, _body(str(error), None, error.reason, type_="rate_limit_error")
         case MemoryPressure():
@@ -81,13 +84,21 @@ def install_handlers(app: FastAPI) -> None:
         message = f"{error.detail}: {request.method} {request.url.path}"
         return JSONResponse(_body(message, None, None), error.status_code, error.headers)
 
+    async def on_bad_query(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        fault = error.errors()[0]
+        name = str(fault["loc"][-1])
+        return error_response(HttpError(400, "invalid_value", f"{name}: {fault['msg']}", param=name))
+
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     app.add_exception_handler(RequestError, on_error)
     app.add_exception_handler(MemoryPressure, on_error)
     app.add_exception_handler(ModelError, on_error)
+    app.add_exception_handler(RecursionError, on_error)
     app.add_exception_handler(Exception, on_error)
+    app.add_exception_handler(RequestValidationError, on_bad_query)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class NamedCache:
     created_at: float = field(default_factory=time.time)
     is_held: bool = True
 
-    @property
+    @cached_property
     def num_chars(self) -> int:
         """How much memory its content takes, roughly."""
         return len(self.prompt or "") + len(str(self.messages)) + len(str(self.tools))
@@ -66,11 +67,12 @@ class NamedCaches:
     def __init__(self, path: Path | None = None) -> None:
         self._shelves: dict[str, dict[str, NamedCache]] = {}
         self._lock = threading.Lock()
+        self._saving = threading.Lock()  # of two who save, the later writes the later state
         self._file = None if path is None else StateFile(path)
         if self._file is not None:
             try:
                 for fields in self._file.load() or ():
-                    self.put(_restored(fields))
+                    self._put(_restored(fields))
             except (ValueError, KeyError, TypeError) as error:
                 raise self._file.fault(error) from None
 
@@ -82,10 +84,11 @@ class NamedCaches:
         """
         if self._file is None:
             return
-        with self._lock:
-            caches = [cache for tenant in list(self._shelves) for cache in self._live(tenant).values()]
-            text = json.dumps([asdict(cache) for cache in caches])
-        self._file.save(text)
+        with self._saving:
+            with self._lock:
+                caches = [cache for tenant in list(self._shelves) for cache in self._live(tenant).values()]
+                text = json.dumps([asdict(cache) for cache in caches])
+            self._file.save(text)
 
     def unheld(self) -> list[NamedCache]:
         """Caches of an earlier run whose prefixes are not leased again yet."""
@@ -117,16 +120,23 @@ class NamedCaches:
             HttpError: 409, it has too many, or too large ones.
         """
         with self._lock:
-            others = self._live(cache.namespace).values()
-            num_chars = cache.num_chars + sum(other.num_chars for other in others)
-            if len(others) >= MAX_CACHES or num_chars > MAX_CHARS:
-                message = f"You may have {MAX_CACHES} caches of {MAX_CHARS} characters in all: delete some."
-                raise HttpError(409, "too_many_caches", message)
+            self._check_room(cache)
 
-    def put(self, cache: NamedCache) -> None:
-        """Keep a cache."""
+    def _check_room(self, cache: NamedCache) -> None:
+        others = self._live(cache.namespace).values()
+        num_chars = cache.num_chars + sum(other.num_chars for other in others)
+        if len(others) >= MAX_CACHES or num_chars > MAX_CHARS:
+            message = f"You may have {MAX_CACHES} caches of {MAX_CHARS} characters in all: delete some."
+            raise HttpError(409, "too_many_caches", message)
+
+    def add(self, cache: NamedCache) -> None:
+        """Keep a new cache; raises as `check_room`, as others may have come since that was asked."""
         with self._lock:
-            self._shelves.setdefault(cache.namespace, {})[cache.id] = cache
+            self._check_room(cache)
+            self._put(cache)
+
+    def _put(self, cache: NamedCache) -> None:
+        self._shelves.setdefault(cache.namespace, {})[cache.id] = cache
 
     def drop(self, namespace: str, cache_id: str) -> None:
         """Forget a cache, if it is there."""

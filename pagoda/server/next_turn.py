@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from pagoda.engine.outputs import FinishReason, RequestOutput
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import PagodaError
 from pagoda.server.backend import Backend, Scope
 
@@ -32,9 +32,17 @@ class Prefiller:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def follow(
-        self, stream: AsyncGenerator[RequestOutput, None], next_turn: NextTurn, scope: Scope, adapter: str | None
+        self,
+        stream: AsyncGenerator[RequestOutput, None],
+        next_turn: NextTurn,
+        scope: Scope,
+        adapter: str | None,
+        tier_use: TierUse,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The stream of one sample; when it has ended by itself, its next turn is prefilled."""
+        """The stream of one sample; when it has ended by itself, its next turn is prefilled.
+
+        What the request does not let be stored in tiers, its next turn does not either.
+        """
         text = ""
         reason: FinishReason | None = None
         async with aclosing(stream):
@@ -43,18 +51,20 @@ class Prefiller:
                     text, reason = text + delta.text, delta.finish_reason
                 yield output
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            task = asyncio.create_task(self._prefill(next_turn, text, scope, adapter))
+            params = SamplingParams(max_tokens=0, tier_use=TierUse(store=tier_use.store))
+            task = asyncio.create_task(self._prefill(next_turn, text, scope, adapter, params))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _prefill(self, next_turn: NextTurn, text: str, scope: Scope, adapter: str | None) -> None:
+    async def _prefill(
+        self, next_turn: NextTurn, text: str, scope: Scope, adapter: str | None, params: SamplingParams
+    ) -> None:
         try:
             tokens = await asyncio.to_thread(next_turn, text)
             stats = self._engine.stats()
             if stats.num_waiting or stats.pressure.level:
                 return  # others need the time or the room more
-            nothing = SamplingParams(max_tokens=0)
-            async for _ in self._engine.stream(tokens, nothing, scope=scope, priority=_LAST, adapter=adapter):
+            async for _ in self._engine.stream(tokens, params, scope=scope, priority=_LAST, adapter=adapter):
                 pass
         except PagodaError as error:
             logger.debug("a next turn was not prefilled: %s", error)

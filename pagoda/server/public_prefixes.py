@@ -31,6 +31,7 @@ class PublicPrefixes:
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else StateFile(path)
+        self._saving = asyncio.Lock()  # of two who save, the later writes the later state
         self._model = ""
         self._prefixes: list[list[int]] = []
         if self._file is not None and (loaded := self._file.load()) is not None:
@@ -58,8 +59,9 @@ class PublicPrefixes:
         """
         if self._file is None:
             return
-        public = await engine.manage(lambda cache: [prefix.tokens for prefix in cache.published()])
-        await asyncio.to_thread(self._file.save, json.dumps({"model": engine.model_name, "prefixes": public}))
+        async with self._saving:
+            public = await engine.manage(lambda cache: [prefix.tokens for prefix in cache.published()])
+            await asyncio.to_thread(self._file.save, json.dumps({"model": engine.model_name, "prefixes": public}))
 
 
 def _publish(tokens: list[int], cache: CacheAdmin) -> int:

@@ -17,7 +17,8 @@ from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core, random_load, run
-from tests.waiting import PATIENCE_S
+from tests.kv.fakes import TokenPool
+from tests.waiting import PATIENCE_S, until
 
 THROUGH, BACK = WritePolicy.THROUGH, WritePolicy.BACK
 SLOW_RECOMPUTE = 1.0  # seconds a token: any load is worth it
@@ -401,3 +402,48 @@ def test_a_purged_prefix_is_gone_from_tiers_that_alone_had_it() -> None:
     flushed(core)
     assert ask(core, first) == 28
     assert ask(core, sibling) == 59
+
+
+def test_a_purge_reaches_what_tiers_have_behind_a_public_prefix_and_leaves_that_alone() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(num_blocks=60, tiers=[(tier, THROUGH)])
+    public, a = prompt(1, 20), Scope("a")
+    secret = [*public, *prompt(2, 20), 1]
+    core.cache.publish(np.array(public), a)
+    ask(core, secret, scope=a, count=1)
+    core.cache.clear()
+    flushed(core)
+    core.cache.purge(a, np.array(secret))
+    flushed(core)
+    assert len(list(tier.scan())) == 5
+    assert ask(core, secret, scope=a) == 20
+    core.cache.check()
+    core.cache.close()
+
+
+def test_lossy_blocks_are_not_written_over_a_partial_block_of_the_tree() -> None:
+    tier = MemoryTier(1 << 20)
+    core, _ = make_core(num_blocks=60, tiers=[(tier, THROUGH)])
+    whole = np.array(prompt(1, 41), dtype=np.int32)
+    ask(core, whole.tolist())
+    core.cache.clear()
+    cache = flushed(core)
+    assert isinstance(cache._pool, TokenPool)
+    lease = cache.acquire(whole[:38], Scope())
+    cache.reserve(lease, 38)
+    cache._pool.fill(lease, whole, 0, 38)
+    cache.advance(lease, whole[:38], 38)
+    cache.release(lease, whole[:38])
+    last = int(cache.find(whole[:38], Scope()).blocks[0, -1])
+    before = cache._pool.slots[last].copy()
+    tier.is_lossy = True
+    lease = cache.acquire(whole, Scope())
+    assert lease.owns_tail
+    lease.tier_use = TierUse(wait_s=PATIENCE_S, lossy=True)
+    cache._pool.import_block = lambda block, _: cache._pool.slots[block].fill(-1)  # type: ignore[method-assign]
+    cache.restore(lease, SLOW_RECOMPUTE)
+    until(lambda: (cache.poll(), lease.num_hit_tokens == 40)[1])
+    assert (cache._pool.slots[last] == before).all()
+    cache.discard(lease)
+    cache.check()
+    core.cache.close()

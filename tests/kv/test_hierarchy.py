@@ -361,3 +361,34 @@ def test_threads_end_with_a_hierarchy_that_is_dropped(faults: Faults) -> None:
     del tier
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_queued_waits_while_another_tries_whether_the_tier_is_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = MemoryTier(1 << 20)
+    tiers = make((tier, WritePolicy.THROUGH))
+    (lane,) = tiers.lanes
+    now = 0.0
+    lane.breaker._clock = lambda: now
+    lane.breaker.failed()
+    now = 100.0
+    assert lane.breaker.admit()  # somebody tries, and takes a while
+    tiers.write(WritePolicy.THROUGH, ids(2), payloads(2), owners(2))
+    tiers.delete(ids(1))
+    time.sleep(0.2)
+    assert lane.report().num_lost == 0
+    assert not caplog.records
+    lane.breaker.succeeded()
+    until(lambda: tiers.is_idle)
+    assert has(tier, 2) == 1
+    tiers.close()
+
+
+def test_nothing_is_kept_for_a_tier_that_is_out_for_good() -> None:
+    tiers = make((MemoryTier(1 << 20), WritePolicy.THROUGH))
+    tiers.lanes[0].quarantine()
+    tiers.write(WritePolicy.THROUGH, ids(2), payloads(2), owners(2))
+    tiers.lease(ids(2), time.time() + 60)
+    assert tiers.is_idle
+    tiers.close()

@@ -208,3 +208,96 @@ def test_a_lease_of_the_pool_on_the_same_prefix_does_not_shorten_it() -> None:
     left = [info.lease_until - time.time() for info in tier.scan() if info.lease_until]
     assert len(left) == 14
     assert min(left) > 500
+
+
+def lease_left(tier: Tier) -> list[float]:
+    """For how many seconds more the tier keeps each leased record, the shortest first."""
+    return sorted(info.lease_until - time.time() for info in tier.scan() if info.lease_until)
+
+
+def ask_for(core: EngineCore, num_tokens: int, ttl_s: float) -> LeaseOutcome:
+    core._scheduler.prefill_speed = PrefillSpeed(1.0)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    core.add("r", prompt(0), params, scope=SCOPE, leases=[LeaseSpec(num_tokens, ttl_s)])
+    return finish(core)[0].leases[0]
+
+
+def test_a_short_lease_on_more_does_not_shorten_a_long_one_on_less_granted_or_not() -> None:
+    tier = tier_for(8)
+    core = make(tier)
+    assert ask_for(core, 40, 600.0).held_in == "memory"
+    assert ask_for(core, 56, 30.0).held_in == "memory"
+    flush(core)
+    assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
+    short = next(each for each in core.cache.retention.leases if each.num_tokens == 56)
+    core.cache.retention.prolong(short, 60.0)
+    flush(core)
+    assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
+    core.cache.retention.owner_limits["a"] = 24  # what is leased: any more is refused, when the tier has answered
+    core.cache.retention._check_owner = lambda count, owner: None  # type: ignore[method-assign]
+    start(core, 0, ttl_s=20.0, name="other")
+    while core.has_work and not core._desk.is_waiting:
+        core.step()
+    assert core._desk.is_waiting
+    del core.cache.retention._check_owner
+    assert finish(core)[0].leases[0].held_in is None
+    flush(core)
+    assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
+
+
+def test_a_lease_below_does_not_shorten_what_the_pool_leases() -> None:
+    tier = tier_for(4)
+    core = make(tier)
+    core.cache.retention.limit_blocks = core.cache.retention.unguaranteed_limit_blocks = 10
+    assert ask_for(core, 40, 600.0).held_in == "pool"
+    assert ask_for(core, 56, 30.0).held_in == "memory"
+    flush(core)
+    assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
+
+
+def test_requests_that_ask_for_the_same_at_once_share_a_lease() -> None:
+    core = make(tier_for(4))
+    for number in range(3):
+        start(core, 0, str(number))
+    outcomes = {output.request_id: output.leases for output in finish(core)}
+    assert {leases[0].held_in for leases in outcomes.values()} == {"memory"}
+    (lease,) = core.cache.retention.leases
+    assert core.cache.retention._usage_below["a"] == lease.num_below == 14
+    assert isinstance(core.cache, TieredCache)
+    assert sum(core.cache._below._taken.values()) == 14 * core.cache.layout.block_bytes
+
+
+def test_what_a_budget_does_not_allow_is_not_allowed_because_it_was_asked_for_at_once() -> None:
+    core = make(tier_for(8), tenants={"a": TenantSpec(lease_bytes=20 * make_core()[0].cache.layout.block_bytes)})
+    core.cache.retention.limit_blocks = 0
+    for seed in range(3):
+        start(core, seed, str(seed))
+    outcomes = {output.request_id: output.leases[0].held_in for output in finish(core)}
+    assert sorted(outcomes.values(), key=str) == [None, None, "memory"]
+    assert core.cache.retention.num_refused == 2
+
+
+def test_a_lease_below_promises_whole_blocks_only() -> None:
+    core = make(tier_for(4))
+    assert ask_for(core, 59, 60.0).num_tokens == 56
+    (lease,) = core.cache.retention.leases
+    assert (lease.num_tokens, lease.num_below) == (56, 14)
+
+
+def test_a_purge_of_more_leaves_a_lease_on_less_what_it_has() -> None:
+    tier = tier_for(4)
+    core = make(tier)
+    assert ask_for(core, 40, 600.0).held_in == "memory"
+    for evicts in False, True:
+        if evicts:
+            core.cache.clear()
+        core.cache.purge(SCOPE, np.array(prompt(0)[:50], dtype=np.int32))
+        flush(core)
+        assert sum(left > 500 for left in lease_left(tier)) == 10
+        assert hit(core, 0) >= 40
+        flush(core)
+    (lease,) = core.cache.retention.leases
+    assert core.cache.purge_lease(lease) > 0
+    assert not core.cache.retention.leases
+    flush(core)
+    assert list(tier.scan()) == []

@@ -85,3 +85,15 @@ async def test_more_of_the_next_turn_hits(folder: Path) -> None:
             _, usage = await ask(live, second(answer))
             hits[prefills] = usage.prompt_tokens_details.cached_tokens
     assert hits[True] > hits[False]
+
+
+async def test_what_may_not_be_stored_is_not_stored_for_the_next_turn_either() -> None:
+    backend = FakeBackend()
+    async with run_server(backend, prefill_next_turn=True) as live:
+        for store in (True, False):
+            backend.seen.clear()
+            body = {"messages": FIRST, "max_tokens": 5, "tiers": {"store": store}}
+            assert (await live.http.post("/v1/chat/completions", json=body)).status_code == 200
+            await eventually(lambda: len(backend.seen) >= 2)
+            assert [each["params"].tier_use.store for each in backend.seen] == [store, store]
+            await live.until_idle()

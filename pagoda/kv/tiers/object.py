@@ -229,8 +229,12 @@ class ObjectTier(Tier):
         """Delete packs until `num_bytes` fit; the outcome to give where they cannot."""
         now = self._clock()
         try:
+            has_expired = False
             for name in self._index.expired(now):
                 self._remove_object(name)
+                has_expired = True
+            if has_expired:
+                self._remove_notes(min(self._index.packs(), default="~"))
         except (BaseError, OSError) as error:
             return Failed(_error("an eviction", error))
         if self._capacity is None:

@@ -71,10 +71,12 @@ def _marked(conversation: Conversation) -> Iterator[Breakpoint]:
 def _ttl(control: Any, where: str) -> str:
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         raise InvalidRequest(f"{where}.cache_control.type: must be 'ephemeral'", param=where)
-    ttl = control.get("ttl") or "5m"
-    if ttl not in TTL_S:
+    ttl = control.get("ttl")
+    if ttl is None:
+        return "5m"
+    if not isinstance(ttl, str) or ttl not in TTL_S:
         raise InvalidRequest(f"{where}.cache_control.ttl: must be one of {', '.join(TTL_S)}", param=where)
-    return str(ttl)
+    return ttl
 
 
 def place_leases(

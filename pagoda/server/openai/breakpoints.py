@@ -78,7 +78,7 @@ def _ttl_s(mark: Any, where: str) -> float | None:
     ttl = mark.get("ttl")
     if ttl is None:
         return None
-    if ttl not in TTL_S:
+    if not isinstance(ttl, str) or ttl not in TTL_S:
         raise InvalidRequest(f"{where}.ttl must be one of {', '.join(TTL_S)}", param=where)
     return TTL_S[ttl]
 

@@ -78,7 +78,7 @@ class Served:
         if self.tracing is not None:
             stream = self.tracing.follow(stream, request_id, request.headers)
         if self.prefiller is not None and next_turn is not None and params.n == 1 and params.max_tokens != 0:
-            stream = self.prefiller.follow(stream, next_turn, scope, adapter)
+            stream = self.prefiller.follow(stream, next_turn, scope, adapter, params.tier_use)
         if wants_explanation(request):
             stream = explained(stream, self.engine, request_id, request.state.namespace)
         return self.ledger.metered(stream, request.state.account)
