@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from pagoda.engine.outputs import FinishReason, RequestOutput
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.errors import InvalidRequest, RequestAborted
 from tests.engine.fakes import FakeRunner, FakeTokenizer, expected_output, make_core
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0)
@@ -130,3 +131,19 @@ async def test_leases_end_while_nothing_runs() -> None:
     await eventually(lambda: not engine.stats().num_leases)  # a snapshot: nobody asks the engine for anything
     assert engine.stats().num_held_blocks == 0
     await engine.stop()
+
+
+async def test_who_asks_as_the_engine_ends_is_told() -> None:
+    engine, _ = make()
+    await engine.start()
+    goes_on = threading.Event()
+    engine._inbox.put(goes_on.wait)
+    stopping = asyncio.create_task(engine.stop(drain_s=0))
+    await asyncio.sleep(0.01)
+    asked = asyncio.create_task(engine.manage(lambda cache: cache.clear()))
+    await asyncio.sleep(0.01)
+    goes_on.set()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RequestAborted):
+            await asked
+        await stopping

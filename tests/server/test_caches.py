@@ -13,9 +13,11 @@ from typing import Any
 import openai
 import pytest
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, Overloaded
 from pagoda.server.auth import ApiKeys
-from pagoda.server.named_caches import NamedCaches
+from pagoda.server.caches import revive
+from pagoda.server.named_caches import NamedCache, NamedCaches
+from pagoda.server.openai import Served
 from tests.waiting import PATIENCE_S, eventually
 
 from .conftest import Live, run_server
@@ -302,3 +304,76 @@ async def test_where_all_callers_are_one_tenant_a_cache_is_its_makers_by_its_id(
         [known] = (await live.http.get("/v1/kv/leases", headers=admin)).json()["data"]
         assert known["name"] == made["id"]
         assert (await live.http.delete(f"/v1/caches/{made['id']}")).status_code == 200
+
+
+# -- what goes on at the same time -------------------------------------------------------------------------------------
+
+
+async def test_of_those_that_are_made_at_once_no_more_are_kept_than_may_be(
+    fake: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.server.named_caches.MAX_CACHES", 2)
+    fake.backend.held_back.clear()
+    requests = [
+        asyncio.create_task(fake.http.post("/v1/caches", json={"prompt": "x" * 40}, headers=A)) for _ in range(5)
+    ]
+    await eventually(lambda: len(fake.backend.seen) == 5)
+    fake.backend.held_back.set()
+    answers = await asyncio.gather(*requests)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 409, 409, 409]
+    assert len((await fake.http.get("/v1/caches", headers=A)).json()["data"]) == len(fake.backend.leases) == 2
+
+
+async def test_one_that_cannot_be_written_down_is_not_kept(tmp_path: Path) -> None:
+    async with run_server(FakeBackend(), caches=NamedCaches(tmp_path / "gone" / "caches.json")) as live:
+        await create(live, 500, key={}, **CONTENT)
+        assert not live.backend.leases
+        assert (await live.http.get("/v1/caches")).json()["data"] == []
+
+
+def saved(path: Path) -> NamedCaches:
+    """The caches of an earlier run: one of the tenant acme."""
+    caches = NamedCaches(path)
+    cache = NamedCache("cache-1", "acme", "fake", None, "", "x" * 40, (), (), 40, time.time() + 60)
+    caches.add(cache)
+    caches.save()
+    return NamedCaches(path)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_one_that_is_deleted_before_it_is_leased_again_is_not_leased(tmp_path: Path, when: str) -> None:
+    backend = FakeBackend()
+    backend.held_back.clear()
+    caches, keys = saved(tmp_path / "caches.json"), ApiKeys({"sk-a": "acme"})
+    first = NamedCache("cache-0", "acme", "fake", None, "", "y" * 40, (), (), 40, time.time() + 60, is_held=False)
+    if when == "before":
+        caches._shelves["acme"] = {first.id: first, **caches._shelves["acme"]}
+    async with run_server(backend, caches=caches, api_keys=keys) as live:
+        await eventually(lambda: backend.seen)
+        assert (await live.http.delete("/v1/caches/cache-1", headers=A)).status_code == 200
+        backend.held_back.set()
+        await live.until_idle()
+        await eventually(lambda: not caches.unheld())
+        await eventually(lambda: ("acme", "cache-1") not in backend.leases)
+        assert len(backend.seen) == 1
+
+
+async def test_one_is_not_forgotten_because_the_server_was_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FakeBackend()
+    backend.overloaded = Overloaded("full", reason="queue_full", retry_after_s=0.0)
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def wait(seconds: float) -> None:
+        if seconds:
+            waited.append(seconds)
+            backend.overloaded = None
+        await sleep(0)
+
+    monkeypatch.setattr("pagoda.server.caches.asyncio.sleep", wait)
+    caches = saved(tmp_path / "caches.json")
+    await revive(Served(backend, ("fake",), caches=caches))
+    assert waited == [1.0]
+    assert [cache.is_held for cache in caches.all_of("acme")] == [True]

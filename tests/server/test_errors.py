@@ -71,6 +71,7 @@ def check(
         (b'{"prompt": "\\ud83d"}', "surrogate"),
         (b'{"prompt": "hi", "temperature": NaN}', "NaN"),
         (b'{"prompt": "hi", "temperature": -Infinity}', "-Infinity"),
+        (b'{"prompt": "hi", "temperature": 1e999}', "1e999 is too large"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested"),
         (b'{"seed": ' + b"9" * 10_000 + b"}", "digits"),
     ],
@@ -325,6 +326,40 @@ def test_unknown_routes_and_methods(api: httpx.Client) -> None:
     check(api.get("/v1/nowhere"), 404, "GET /v1/nowhere")
     check(api.get("/v1/chat/completions"), 405, "Method Not Allowed")
     check(api.post("/%FF%00"), 404, "Not Found")
+
+
+def test_a_wrong_query_is_refused_in_the_one_shape(api: httpx.Client) -> None:
+    check(api.get("/v1/kv/tree?limit=0"), 400, "limit", param="limit", code="invalid_value")
+    check(api.get("/v1/kv/explain/x?prompt=y"), 400, "prompt", param="prompt", code="invalid_value")
+
+
+@pytest.mark.parametrize("ttl", [["30m"], {"30m": 1}, 30, "5h"])
+def test_a_time_of_another_type_is_refused(api: httpx.Client, ttl: Any) -> None:
+    mark = {"mode": "explicit", "ttl": ttl}
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+    answer = api.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
+    where = "messages[0].content[0].prompt_cache_breakpoint"
+    check(answer, 400, "ttl must be one of", param=where, code="invalid_value")
+    message = {"role": "user", "content": "x"}
+    control = {"type": "ephemeral", "ttl": ttl}
+    body = {"model": "fake", "max_tokens": 1, "messages": [message], "cache_control": control}
+    answer = api.post("/v1/messages", json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("depth", range(600, 1000, 25))
+def test_what_is_nested_too_deeply_is_no_fault_of_the_server(api: httpx.Client, depth: int) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}], "max_tokens": 1}}'
+    for path, text in (
+        ("/v1/chat/completions", body),
+        ("/v1/responses", body.replace('"messages"', '"input"').replace('"max_tokens": 1', '"max_output_tokens": 1')),
+        ("/v1/caches", body.replace(', "max_tokens": 1', "")),
+    ):
+        answer = api.post(path, content=text, headers=JSON)
+        assert answer.status_code in (200, 400), (path, answer.text)
+    assert api.get("/v1/caches").status_code == 200
 
 
 async def test_no_memory_is_503_and_a_bug_is_500_without_details(live: Live) -> None:

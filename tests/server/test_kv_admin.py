@@ -184,7 +184,15 @@ async def test_a_request_is_purged_by_its_id(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"tenant": "a", "request_id": "b"}, {"tenant": "a", "prompt": "x", "system": "y"}, {"prompt": "x"}]
+    "body",
+    [
+        {},
+        {"tenant": "a", "request_id": "b"},
+        {"tenant": "a", "prompt": "x", "system": "y"},
+        {"prompt": "x"},
+        {"tenant": "acme", "cache_salt": "s"},
+        {"request_id": "b", "prompt": "x"},
+    ],
 )
 async def test_bad_purges(folder: Path, body: dict[str, Any]) -> None:
     async with serve(folder, admin_key="root") as live:
@@ -238,6 +246,8 @@ async def test_the_command_line(
         for args, message in (
             (("kv", "pin", "--prompt", "Never asked."), "--tenant says whose"),
             (("kv", "purge", "--tenant", "nobody", "--yes"), "has not seen a tenant 'nobody'"),
+            (("kv", "purge", "--tenant", "acme", "--cache-salt", "s", "--yes"), "--cache-salt needs"),
+            (("kv", "purge", "--request", "r", "--tenant", "acme", "--yes"), "--request says all"),
         ):
             monkeypatch.setattr(sys, "argv", ["pagoda", *args])
             with pytest.raises(SystemExit) as exit_:

@@ -107,6 +107,16 @@ def test_packs_that_expired_are_deleted_as_others_come(tmp_path: Path) -> None:
     assert tier.lookup([rid(0), rid(2)]) == [Missing(), Found(8 * KIB)]
 
 
+def test_notes_on_packs_that_expired_go_with_them() -> None:
+    store, clock = MemoryStore(), Clock()
+    tier = open_tier(store, clock)
+    for number in range(20):
+        tier.put([record(number, expires_at=clock.now + 10)])
+        tier.set_lease([rid(number)], clock.now + 1)
+        clock.now += 5
+    assert len(names(store)) < 10
+
+
 def test_packs_of_a_former_version_are_counted_and_go_first() -> None:
     store = MemoryStore()
     obstore.put(store, f"a/b/{1:015}-{'0' * 16}-000001.pack", b"PAGODAPK" + bytes(9 * KIB))
