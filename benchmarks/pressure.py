@@ -6,7 +6,8 @@ Prompts share long prefixes, of which the pool cannot keep all. A refused reques
 
 Goodput counts the output of requests whose first token came within what their class should wait at most. The engine
 with the ladder runs once more with the two lower classes allowing that their contexts be compressed (`--compress`,
-level 3), and once for each queue policy in `--policies`: what grouping requests by prefix brings.
+level 3), and once for each queue policy in `--policies`: what grouping requests by prefix brings. All of that is done
+`--rounds` times in turn, each time with other requests, and added up.
 """
 
 from __future__ import annotations
@@ -53,18 +54,20 @@ class Met:
     """What became of an arrival. Times are seconds from the start."""
 
     arrival: Arrival
+    ended_at: float = 0.0
     first_at: float | None = None
     num_tokens: int = 0
     num_hit_tokens: int = 0
     is_done: bool = False
 
     @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_at is None else self.first_at - self.arrival.at
+    def wait_s(self) -> float:
+        """To the first token; who never got one counts as having waited until the end."""
+        return (self.ended_at if self.first_at is None else self.first_at) - self.arrival.at
 
     @property
     def is_good(self) -> bool:
-        return self.is_done and self.ttft_s is not None and self.ttft_s <= LIMITS[self.arrival.kind].max_wait_s
+        return self.is_done and self.wait_s <= LIMITS[self.arrival.kind].max_wait_s
 
 
 @dataclass
@@ -77,22 +80,36 @@ class Outcome:
     preemptions: int = 0
     computed_tokens: int = 0
     compressed: int = 0
-    levels: dict[int, float] = field(default_factory=dict)
+    levels: Counter[int] = field(default_factory=Counter)
+    goodputs: list[float] = field(default_factory=list)  # of each round
+
+    def add(self, other: Outcome) -> None:
+        """Count another round of the same."""
+        self.seconds += other.seconds
+        self.met += other.met
+        self.refused += other.refused
+        self.refused_kinds += other.refused_kinds
+        self.preemptions += other.preemptions
+        self.computed_tokens += other.computed_tokens
+        self.compressed += other.compressed
+        self.levels += other.levels
+        self.goodputs += other.goodputs
+
+    @property
+    def goodput(self) -> float:
+        return sum(one.num_tokens for one in self.met if one.is_good) / self.seconds
 
     def quantile(self, kind: ServiceClass, share: float) -> float:
-        """Of the times to first token; who never got one counts as having waited until the end."""
-        waits = sorted(
-            self.seconds - one.arrival.at if one.ttft_s is None else one.ttft_s
-            for one in self.met
-            if one.arrival.kind is kind
-        )
+        """Of the times to first token."""
+        waits = sorted(one.wait_s for one in self.met if one.arrival.kind is kind)
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
 
     def figures(self) -> dict[str, Any]:
         good = [one for one in self.met if one.is_good]
         prompts = sum(len(one.arrival.prompt) for one in self.met if one.first_at is not None)
         return {
-            "goodput_tokens_s": sum(one.num_tokens for one in good) / self.seconds,
+            "goodput_tokens_s": self.goodput,
+            "goodput_tokens_s_of_rounds": self.goodputs,
             "good_requests": len(good),
             "done_requests": sum(one.is_done for one in self.met),
             "refused": dict(self.refused),
@@ -181,7 +198,7 @@ def serve(engine: Engine, name: str, arrivals: Sequence[Arrival], seconds: float
                 outcome.refused[error.reason] += 1
                 outcome.refused_kinds[arrival.kind] += 1
                 continue
-            live[request_id] = Met(arrival)
+            live[request_id] = Met(arrival, ended_at=seconds)
             outcome.met.append(live[request_id])
         if not core.has_work:
             core.pressure.look()
@@ -196,7 +213,8 @@ def serve(engine: Engine, name: str, arrivals: Sequence[Arrival], seconds: float
     outcome.preemptions = core._scheduler.num_preempted
     outcome.computed_tokens = sum(tenant.num_computed_tokens for tenant in core.cache.tenants.all())
     outcome.compressed = core.pressure.report.num_compressed
-    outcome.levels = {int(level): round(each, 2) for level, each in core.pressure.report.seconds.items()}
+    outcome.levels = Counter({int(level): round(each, 2) for level, each in core.pressure.report.seconds.items()})
+    outcome.goodputs = [outcome.goodput]
     core.cache.check()
     return outcome
 
@@ -229,7 +247,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
         figures = outcome.figures()
         table.add_row(
             outcome.name,
-            f"{figures['goodput_tokens_s']:.1f}/s",
+            f"{outcome.goodput:.1f}/s",
             f"{figures['good_requests']} of {len(outcome.met) + outcome.refused.total()}",
             str(outcome.refused.total()),
             str(outcome.preemptions),
@@ -250,7 +268,7 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
 
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     names, at = [outcome.name for outcome in outcomes], np.arange(len(outcomes))
-    left.bar(at, [outcome.figures()["goodput_tokens_s"] for outcome in outcomes], 0.6)
+    left.bar(at, [outcome.goodput for outcome in outcomes], 0.6)
     left.set(title="Goodput", ylabel="output tokens/s of requests in time")
     left.set_xticks(at, names)
     for outcome in outcomes:
@@ -285,7 +303,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50.0, help="of each run (default: %(default)s)")
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds to find capacity (default: %(default)s)")
     parser.add_argument("--policies", nargs="*", default=["lpm"], help="more queue policies (default: lpm)")
-    parser.add_argument("--compress", default="streaming:128", help="what lower classes allow (default: %(default)s)")
+    parser.add_argument(
+        "--compress", default="streaming:128", help="what lower classes allow, or '' (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of all variants in turn (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--plot", type=Path, help="write a picture")
@@ -293,13 +314,21 @@ def main() -> None:
 
     per_s = capacity(args)
     print(f"capacity: {per_s:.2f} requests/s; offered: {args.load * per_s:.2f}", file=sys.stderr)
-    outcomes = []
-    variants = [Variant("no ladder", ladder=False), Variant("ladder"), Variant("compress", compress=args.compress)]
-    for variant in variants + [Variant(policy, policy) for policy in args.policies]:
-        engine = make_engine(args, variant)
-        arrivals = Requests(args, engine.spec.vocab_size).arrivals(args.load * per_s, args.seconds)
-        outcomes.append(serve(engine, variant.name, arrivals, args.seconds))
-        engine.close()
+    variants = [Variant("no ladder", ladder=False), Variant("ladder")]
+    variants += [Variant("compress", compress=args.compress)] if args.compress else []
+    variants += [Variant(policy, policy) for policy in args.policies]
+    outcomes: list[Outcome] = []
+    for number in range(args.rounds):
+        for index, variant in enumerate(variants):
+            engine = make_engine(args, variant)
+            arrivals = Requests(args, engine.spec.vocab_size).arrivals(args.load * per_s, args.seconds)
+            outcome = serve(engine, variant.name, arrivals, args.seconds)
+            engine.close()
+            if number:
+                outcomes[index].add(outcome)
+            else:
+                outcomes.append(outcome)
+        args.seed += 1
     print_outcomes(outcomes)
     result = {
         "capacity_per_s": per_s,

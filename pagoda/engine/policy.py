@@ -1,7 +1,7 @@
 """Queue policies: the order in which waiting samples are admitted.
 
 Each takes the waiting samples in order of arrival and yields them in order of admission. Service classes come before
-all of them: `ranker` tells a sample's class, which waiting raises. Within a class, tenants with shares take turns.
+all of them: `Ranks` tells a sample's class, which waiting raises. Within a class, tenants with shares take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pagoda.kv.tenants import Tenants
 
 QueuePolicy = Callable[[Sequence[Sample], KVCache], Iterable[Sample]]
 
-PROMOTE_S = 30.0  # a request this old counts as one class higher, so batch waits at most twice as long for others
+PROMOTE_S = 30.0  # a request this old counts as one class higher, for one start in AGED_EVERY
+AGED_EVERY = 8  # so classes above those that waited long lose no more than an eighth to them
 
 _LPM_DEPTH = 128
 _LPM_TOKENS_PER_SECOND = 2000.0
@@ -54,18 +55,22 @@ def longest_prefix_match(waiting: Sequence[Sample], cache: KVCache) -> Iterable[
 QUEUE_POLICIES: Mapping[str, QueuePolicy] = {"fcfs": fcfs, "priority": priority, "lpm": longest_prefix_match}
 
 
-def ranker(tenants: Mapping[str, TenantSpec]) -> Callable[[Sample], int]:
-    """A sample's class now, 0 for the first: its tenant's, one higher for every PROMOTE_S seconds since it arrived."""
-    ranks = {name: spec.service_class.rank for name, spec in tenants.items()}
-    if not set(ranks.values()) - {ServiceClass.STANDARD.rank}:
-        return lambda sample: ServiceClass.STANDARD.rank
+class Ranks:
+    """Service classes as numbers, 0 for the first."""
 
-    def rank(sample: Sample) -> int:
-        request = sample.request
-        promoted = int((time.perf_counter() - request.arrived_at) / PROMOTE_S)
-        return max(0, ranks.get(request.scope.namespace, ServiceClass.STANDARD.rank) - promoted)
+    def __init__(self, tenants: Mapping[str, TenantSpec]) -> None:
+        self._ranks = {name: spec.service_class.rank for name, spec in tenants.items()}
+        self._are_equal = not set(self._ranks.values()) - {ServiceClass.STANDARD.rank}
 
-    return rank
+    def of(self, sample: Sample) -> int:
+        """A sample's class: its tenant's."""
+        return self._ranks.get(sample.request.scope.namespace, ServiceClass.STANDARD.rank)
+
+    def aged(self, sample: Sample) -> int:
+        """The class that it has earned: one higher for every PROMOTE_S seconds since it arrived."""
+        if self._are_equal:
+            return ServiceClass.STANDARD.rank
+        return max(0, self.of(sample) - int((time.perf_counter() - sample.request.arrived_at) / PROMOTE_S))
 
 
 def in_turn(

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
-from pagoda.engine.policy import QUEUE_POLICIES, in_turn, ranker
+from pagoda.engine.policy import AGED_EVERY, QUEUE_POLICIES, Ranks, in_turn
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Request, Sample
 from pagoda.errors import OutOfBlocks
@@ -93,13 +93,14 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._order = QUEUE_POLICIES[config.queue_policy]
-        self._rank = ranker(config.tenants)
+        self._ranks = Ranks(config.tenants)
+        self._num_since_aged = 0  # starts, since one that had waited long enough to be promoted
         self.whole_relief = self.relief = Relief(config.max_num_seqs, config.token_budget)
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.num_queued: Counter[str] = Counter()  # waiting samples of each namespace
         self.num_queued_tokens = 0
-        self.num_started = 0
+        self.num_started: Counter[int] = Counter()  # by class, as Ranks numbers them
         self.num_preempted = 0
         self.num_short = 0  # of those, for want of blocks
         self.num_made_way = 0  # and for one of a higher class
@@ -239,7 +240,7 @@ class Scheduler:
 
     def _newest(self, sample: Sample) -> tuple[int, int, int, int]:
         """The last in class, priority and arrival is the largest."""
-        return self._rank(sample), sample.request.priority, *_arrival(sample)
+        return self._ranks.aged(sample), sample.request.priority, *_arrival(sample)
 
     def restart(self, sample: Sample) -> None:
         """Send a running sample back to the queue, in its place."""
@@ -257,7 +258,7 @@ class Scheduler:
             return
         tenants = self._cache.tenants
         full: set[int] = set()  # accounts whose next request has no room
-        for sample in in_turn(self._order(self.waiting, self._cache), self._rank, tenants, full):
+        for sample in self._in_order(full):
             if sample.pending is not None and sample.pending.is_pending:
                 continue
             budget = self._budget(plan, self._config.token_budget)
@@ -281,6 +282,14 @@ class Scheduler:
             if not self._start(sample, hit, budget, plan):
                 return
 
+    def _in_order(self, full: Collection[int]) -> Iterator[Sample]:
+        """The waiting samples as they are admitted: by class, but now and then the first is one that waited long."""
+        tenants, waiting, first = self._cache.tenants, list(self._order(self.waiting, self._cache)), None
+        if self._num_since_aged >= AGED_EVERY - 1:
+            first = next(in_turn(waiting, self._ranks.aged, tenants, full))
+            yield first
+        yield from (each for each in in_turn(waiting, self._ranks.of, tenants, full) if each is not first)
+
     def _look_ahead(self) -> None:
         """Have tiers asked for the next waiting sample that nobody looked for yet: it may wait long enough."""
         if not self.waiting or not self._cache.can_prefetch:
@@ -295,11 +304,13 @@ class Scheduler:
         """Preempt the newest sample of a lower class, if pressure asks for that; its room is there in the next step."""
         if not self.relief.makes_way:
             return False
-        rank, tenants, name = self._rank(sample), self._cache.tenants, sample.request.scope.namespace
+        ranks, tenants, name = self._ranks, self._cache.tenants, sample.request.scope.namespace
         lower = [
             other
             for other in self.running
-            if self._rank(other) > rank and tenants.gives_way(other.request.scope.namespace, name)
+            if ranks.of(other) > ranks.of(sample)
+            and ranks.aged(other) == ranks.of(other)  # who was let in because it had waited long would be out again
+            and tenants.gives_way(other.request.scope.namespace, name)
         ]
         if not lower:
             return False
@@ -327,7 +338,9 @@ class Scheduler:
         self._unqueue(sample)
         self.start(sample)
         sample.lease.tier_use = _tier_use(sample)
-        self.num_started += 1
+        rank = self._ranks.of(sample)
+        self.num_started[rank] += 1
+        self._num_since_aged = 0 if self._ranks.aged(sample) < rank else self._num_since_aged + 1
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))

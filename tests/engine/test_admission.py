@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
 from pagoda.engine.pressure.admission import MAX_RETRY_S, MIN_RETRY_S, Ask, Gate, Line, Refusal
 from pagoda.engine.pressure.config import ClassLimits, PressureConfig
-from pagoda.engine.pressure.ladder import Level
+from pagoda.engine.pressure.ladder import MEMORY, WAITING, Cause
 from pagoda.engine.tenants import ServiceClass, Share
 from pagoda.errors import MemoryPressure, Overloaded
 from pagoda.kv.allocator import Allocator
@@ -26,7 +28,10 @@ CONFIG = PressureConfig(
     },
 )
 CLASSES = {"now": ServiceClass.INTERACTIVE, "later": ServiceClass.BATCH}
-LINE = Line(Counter(), 0, num_running=3, starts_per_s=2.0, memory=0.0)
+STARTS = {ServiceClass.INTERACTIVE: 10.0, ServiceClass.STANDARD: 6.0, ServiceClass.BATCH: 3.0}  # of ten seconds
+LINE = Line(Counter(), 0, num_running=3, starts=STARTS, seconds=9.5, memory=0.0)
+NOTHING: dict[ServiceClass, float] = dict.fromkeys(ServiceClass, 0.0)
+BOTH = frozenset({MEMORY, WAITING})
 
 
 class Door:
@@ -40,13 +45,13 @@ class Door:
     def hold(self, name: str, count: int) -> None:
         self.allocator.allocate(count, self.tenants.of(name).index)
 
-    def ask(self, line: Line = LINE, level: Level = Level.HOLD, **ask: Any) -> Refusal | None:
+    def ask(self, line: Line = LINE, holding: Collection[Cause] = BOTH, **ask: Any) -> Refusal | None:
         """Why it is refused; None if it may enter."""
         name = ask.pop("name", "")
         asked = Ask(name, self.gate.service_class(name), ask.pop("num_tokens", 10), ask.pop("num_blocks", 5))
         before = Counter(self.gate.num_refused)
         try:
-            self.gate.check(asked, line, level)
+            self.gate.check(asked, line, holding)
         except Overloaded as error:
             self.error = error
         else:
@@ -63,17 +68,24 @@ def waiting(num_tokens: int = 50, **counts: int) -> Line:
 
 def test_below_hold_only_the_queues_memory_counts() -> None:
     door = Door()
-    crowd = replace(waiting(nobody=500), memory=2.0, starts_per_s=0.0)
-    for level in (Level.CALM, Level.SHRINK, Level.COMPRESS):
-        assert door.ask(crowd, level, num_blocks=100) is None
-        assert door.ask(waiting(num_tokens=995), level) is Refusal.QUEUE_FULL
+    crowd = replace(waiting(nobody=500), memory=2.0, starts=NOTHING)
+    assert door.ask(crowd, (), num_blocks=100) is None
+    assert door.ask(waiting(num_tokens=995), ()) is Refusal.QUEUE_FULL
     assert door.error.retry_after_s == MAX_RETRY_S
     assert isinstance(door.error, MemoryPressure)
 
 
 def test_nothing_is_refused_while_nobody_is_there() -> None:
     nobody = replace(LINE, num_running=0, memory=2.0, num_tokens=5000)
-    assert Door().ask(nobody, Level.PREEMPT, num_blocks=100, num_tokens=2000) is None
+    assert Door().ask(nobody, num_blocks=100, num_tokens=2000) is None
+
+
+def test_while_only_waiting_holds_what_would_take_much_memory_is_no_matter() -> None:
+    door = Door()
+    assert door.ask(replace(LINE, memory=0.99), {WAITING}, num_blocks=90) is None
+    assert door.ask(waiting(a=10), {WAITING}) is Refusal.QUEUE_FULL
+    assert door.ask(waiting(a=10), {MEMORY}) is Refusal.QUEUE_FULL
+    assert door.ask(LINE, {MEMORY}, num_blocks=90) is Refusal.TOO_LONG
 
 
 def test_a_request_longer_than_its_part_of_the_pool_is_refused_unless_its_share_has_the_room() -> None:
@@ -97,22 +109,35 @@ def test_each_class_has_a_queue_of_its_own() -> None:
     assert door.ask(waiting(later=30), name="later") is Refusal.QUEUE_FULL
 
 
-def test_the_estimated_wait_counts_those_of_its_class_and_above() -> None:
+def test_the_estimated_wait_counts_those_above_and_what_they_leave() -> None:
+    """Two start in a second; of those, standard and batch have one, and batch alone 0.42."""
     door = Door()
     line = waiting(now=4, a=6, later=20)
     waits = {kind: door.gate.wait_s(kind, line) for kind in ServiceClass}
-    assert waits == {ServiceClass.INTERACTIVE: 2.0, ServiceClass.STANDARD: 5.0, ServiceClass.BATCH: 15.0}
-    slow = replace(line, starts_per_s=0.25)
+    assert waits == {
+        ServiceClass.INTERACTIVE: 4 / (20 / 9.5),
+        ServiceClass.STANDARD: 4 / 2.0 + 6 / (10 / 9.5),
+        ServiceClass.BATCH: 10 / 2.0 + 20 / (4 / 9.5),
+    }
+    slow = replace(line, seconds=95.0)
     assert door.ask(slow, name="now") is Refusal.WAIT_TOO_LONG
-    assert door.error.retry_after_s == 16 - 5
-    assert "about 16 s, and 5 s is the most for interactive requests" in str(door.error)
+    assert door.error.retry_after_s == 19 - 5
+    assert "about 19 s, and 5 s is the most for interactive requests" in str(door.error)
     assert door.ask(slow) is Refusal.WAIT_TOO_LONG
-    assert door.ask(replace(line, starts_per_s=0.4), name="later") is None
-    assert door.ask(replace(waiting(later=20), starts_per_s=1e-9), name="now") is None  # nobody is before it
-    assert door.ask(replace(line, starts_per_s=0.0), name="now") is None  # nobody has ever started
-    assert door.ask(replace(line, starts_per_s=1e-9), name="now") is Refusal.WAIT_TOO_LONG
+    assert door.ask(line, name="later") is None
+    assert door.ask(replace(waiting(later=20), seconds=1e9), name="now") is None  # nobody is before it
+    assert door.ask(replace(line, starts=NOTHING), name="now") is None  # nobody has ever started
+    assert door.ask(replace(line, seconds=1e9), name="now") is Refusal.WAIT_TOO_LONG
     assert "more than an hour" in str(door.error)
     assert door.error.retry_after_s == MAX_RETRY_S
+
+
+def test_a_class_of_which_none_starts_waits_until_it_is_promoted() -> None:
+    door = Door()
+    line = replace(waiting(now=2, later=12), starts=NOTHING | {ServiceClass.INTERACTIVE: 20.0}, seconds=10.0)
+    assert door.gate.wait_s(ServiceClass.BATCH, line) == PROMOTE_S + 12 * AGED_EVERY / 2.0
+    few = replace(line, waiting=Counter(now=2, later=3))
+    assert door.gate.wait_s(ServiceClass.BATCH, few) == 2 / 2.0 + 3 / (1 / 10.0)
 
 
 def test_a_tenant_over_its_share_may_have_no_more_than_that_of_the_queue() -> None:

@@ -23,7 +23,6 @@ from tests.sparse.conftest import llama, make_engine, text
 __all__ = ["llama"]
 
 LATE = "streaming:budget=40,interval=8,under_pressure=true"
-COMPRESS = Signals(queue=0.75)
 
 
 class Bench:
@@ -58,7 +57,7 @@ class Bench:
             self.step()
 
     def press(self, level: int) -> None:
-        self.signals = Signals(queue=(0.0, 0.25, 0.5, 0.75)[level])
+        self.signals = Signals(failures=(0.0, 0.5, 1.0, 2.0)[level])
         for _ in range(4):
             self.core.pressure.look()
         assert self.core.pressure.report.level == level

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.engine.pressure.config import PressureConfig
-from pagoda.engine.pressure.ladder import NEVER, Ladder, LadderConfig, Level, LevelChange, Rate, Signals, Thresholds
+from pagoda.engine.pressure.ladder import (
+    MEMORY,
+    NEVER,
+    WAITING,
+    LadderConfig,
+    Ladders,
+    Level,
+    LevelChange,
+    Rate,
+    Signals,
+    Thresholds,
+)
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
 
@@ -30,13 +41,13 @@ class Bench:
 
     def __init__(self, config: LadderConfig = CONFIG) -> None:
         self.clock = Clock()
-        self.ladder = Ladder(config, self.clock)
+        self.ladders = Ladders(config, self.clock)
 
     def feel(self, signals: Signals, seconds: float) -> list[tuple[float, int]]:
         """The changes of level, with their times since now."""
         changes, start = [], self.clock.now
         while self.clock.now < start + seconds:
-            change = self.ladder.look(signals)
+            change = self.ladders.look(signals)
             if change is not None:
                 changes.append((self.clock.now - start, int(change.after)))
             self.clock.now += 0.25
@@ -45,10 +56,10 @@ class Bench:
 
 def test_it_climbs_one_level_at_a_time_to_what_is_asked_for() -> None:
     bench = Bench()
-    assert bench.feel(Signals(pool=0.5, queue=0.2), 10) == []
+    assert bench.feel(Signals(pool=0.5, memory=0.7), 10) == []
     assert bench.feel(Signals(pool=0.975), 10) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert bench.feel(Signals(pool=0.975, queue=2.5), 10) == [(0, 5)]
-    assert bench.ladder.num_entered == dict.fromkeys(range(1, 6), 1)
+    assert bench.feel(Signals(pool=0.975, memory=0.99), 10) == [(0, 5)]
+    assert bench.ladders.num_entered == dict.fromkeys(range(1, 6), 1)
 
 
 def test_the_highest_signal_decides() -> None:
@@ -60,10 +71,10 @@ def test_the_highest_signal_decides() -> None:
 
 def test_it_leaves_one_level_at_a_time_when_all_is_clearly_below() -> None:
     bench = Bench()
-    bench.feel(Signals(queue=1.1), 5)
-    assert bench.ladder.level is Level.HOLD
-    assert bench.feel(Signals(queue=0.95), 60) == []  # above 0.9 of what asked for it
-    assert bench.feel(Signals(queue=0.7), 30) == [(3.75, 3)]  # and above 0.9 of level 3's
+    bench.feel(Signals(failures=4.2), 5)
+    assert bench.ladders.level is Level.HOLD
+    assert bench.feel(Signals(failures=3.7), 60) == []  # above 0.9 of what asked for it
+    assert bench.feel(Signals(failures=1.9), 30) == [(3.75, 3)]  # and above 0.9 of level 3's
     assert bench.feel(Signals(), 30) == [(3.75, 2), (7.75, 1), (11.75, 0)]
     assert bench.feel(Signals(), 60) == []
 
@@ -85,9 +96,36 @@ def test_a_short_peak_does_not_reach_the_top() -> None:
 
 def test_levels_can_be_passed_over_or_all_be_off() -> None:
     bench = Bench(replace(CONFIG, levels=frozenset({2, 5})))
-    assert bench.feel(Signals(queue=9.0), 9) == [(0, 2), (1, 5)]
+    assert bench.feel(Signals(memory=9.0), 9) == [(0, 2), (1, 5)]
     assert bench.feel(Signals(), 20) == [(3.75, 2), (7.75, 0)]
-    assert Bench(replace(CONFIG, levels=frozenset())).feel(Signals(1.0, 9, 9, 9, 9, 9), 30) == []
+    assert bench.feel(Signals(queue=1.5), 9) == []
+    assert bench.feel(Signals(queue=2.5), 9) == [(0, 5)]
+    assert Bench(replace(CONFIG, levels=frozenset())).feel(Signals(1.0, 9, 9, 9, 9, 9, 9), 30) == []
+
+
+def test_waiting_asks_for_levels_4_and_5_alone() -> None:
+    bench = Bench()
+    assert bench.feel(Signals(queue=0.99, expected=0.99), 9) == []
+    assert bench.feel(Signals(queue=1.0), 9) == [(0, 4)]
+    assert bench.ladders.does(Level.HOLD)
+    assert not any(bench.ladders.does(level) for level in (Level.SHRINK, Level.EVICT, Level.COMPRESS))
+    assert bench.feel(Signals(queue=2.0), 9) == [(0, 5)]
+    assert bench.feel(Signals(), 30) == [(3.75, 4), (7.75, 0)]
+    assert bench.feel(Signals(expected=50.0), 9) == [(0, 4)]
+
+
+def test_the_level_is_the_higher_of_the_two_and_each_does_its_own() -> None:
+    bench = Bench()
+    bench.feel(Signals(pool=0.91), 5)
+    assert bench.feel(Signals(pool=0.91, queue=1.5), 5) == [(0, 4)]
+    assert bench.ladders.memory.level is Level.EVICT
+    assert bench.ladders.does(Level.EVICT)
+    assert not bench.ladders.does(Level.COMPRESS)
+    assert [cause.signals[0] for cause in bench.ladders.causes(Level.HOLD)] == ["queue"]
+    assert bench.feel(Signals(pool=0.98, queue=1.5), 5) == [(0, 4), (1, 4)]  # memory's goes to 3 and 4 below that
+    assert bench.ladders.causes(Level.HOLD) == {MEMORY, WAITING}
+    assert bench.feel(Signals(pool=0.98), 9) == [(3.75, 4)]
+    assert bench.ladders.num_entered == {Level.SHRINK: 1, Level.EVICT: 1, Level.HOLD: 1}
 
 
 def test_time_in_levels_adds_up() -> None:
@@ -95,7 +133,7 @@ def test_time_in_levels_adds_up() -> None:
     bench.feel(Signals(), 3)
     bench.feel(Signals(pool=0.91), 7)
     bench.feel(Signals(), 20)
-    seconds = bench.ladder.seconds()
+    seconds = bench.ladders.seconds()
     assert sum(seconds.values()) == bench.clock.now - 100
     assert seconds[Level.SHRINK] == 1 + 4
     assert seconds[Level.EVICT] == 6 + 3.75
@@ -108,29 +146,31 @@ def test_no_two_steps_at_once_and_back_to_calm_in_the_end(phases: list[tuple[flo
     for pool, queue, seconds in phases:
         end = bench.clock.now + seconds
         while bench.clock.now < end:
-            change = bench.ladder.look(Signals(pool=pool, queue=queue))
+            memory = bench.ladders.memory.level
+            change = bench.ladders.look(Signals(pool=pool, queue=queue))
             if change is not None:
-                assert abs(change.after - change.before) == 1
+                assert abs(change.memory - memory) <= 1
+                assert change.after >= change.memory
                 assert last is None or last.after is change.before
                 last = change
             bench.clock.now += 0.25
     bench.feel(Signals(), 5 * 4.5)
-    assert bench.ladder.level is Level.CALM
+    assert bench.ladders.level is Level.CALM
 
 
 def test_a_rate_is_what_happens_in_a_second_and_is_forgotten() -> None:
     clock = Clock()
     rate = Rate(2.0, clock)
-    assert (rate.per_s, rate.per_s_so_far) == (0, 0)
+    assert (rate.per_s, rate.count, rate.seconds) == (0, 0, 0)
     clock.now += 0.5
     rate.add(5)
     assert rate.per_s == 2.5
-    assert rate.per_s_so_far == pytest.approx(11.3, rel=0.01)  # about five in half a second
+    assert (rate.count, rate.seconds) == (5, pytest.approx(0.44, rel=0.01))  # about five in half a second
     for _ in range(400):
         clock.now += 0.1
         rate.add(1)
     assert rate.per_s == pytest.approx(10, rel=0.06)
-    assert rate.per_s_so_far == pytest.approx(rate.per_s)
+    assert (rate.count, rate.seconds) == (pytest.approx(2 * rate.per_s), pytest.approx(2.0))
     clock.now += 2.0
     assert rate.per_s == pytest.approx(10 / 2.718, rel=0.06)
     clock.now += 60
@@ -183,7 +223,8 @@ WRONG = [
     ("memory_limit = []", "memory_limit"),
     ("memory_limit = 0", "positive"),
     ("[thresholds]\npool = [0.5, 0.4, 1, 1, 1]", "do not fall"),
-    ("[thresholds]\npool = [0.5]", "five thresholds"),
+    ("[thresholds]\npool = [0.5]", "levels 1, 2, 3, 4, 5"),
+    ("[thresholds]\nqueue = [0.25, 0.5, 0.75, 1.0, 2.0]", "levels 4, 5"),
     ("[thresholds]\npool = [0, 1, 1, 1, 1]", "above 0"),
     ("[thresholds]\nheat = [1, 1, 1, 1, 1]", "heat is not known"),
     ("thresholds = 3", "should be a table"),

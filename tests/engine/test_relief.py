@@ -41,7 +41,7 @@ class Stuck:
 
     def to(self, level: int) -> None:
         """Bring the ladder to a level, and keep it there."""
-        self.signals = Signals(queue=(0.0, 0.25, 0.5, 0.75, 1.0, 2.0)[level])
+        self.signals = Signals(throttles=(0.0, 0.1, 0.5, 1.0, 2.0, 10.0)[level])
         for _ in range(6):
             self.core.pressure.look()
         assert self.core.pressure.report.level == level
@@ -275,10 +275,10 @@ def test_each_change_is_one_line_and_is_told_to_listeners(pressed: Any, caplog: 
         stuck.to(0)
     assert [(change.before, change.after) for change in told] == [(0, 1), (1, 2), (2, 1), (1, 0)]
     assert [record.getMessage()[:38] for record in caplog.records][:2] == [
-        "pressure level 1 (shrink), was 0: pool",
-        "pressure level 2 (evict), was 1: pool ",
+        "pressure level 1 (shrink), was 0; memo",
+        "pressure level 2 (evict), was 1; memor",
     ]
-    assert "queue 0.50" in caplog.records[1].getMessage()
+    assert "throttles 0.50" in caplog.records[1].getMessage()
     assert core.pressure.report.entered == {Level.SHRINK: 2, Level.EVICT: 1, Level.CALM: 1}
     assert core.pressure.next_look_s is None
 

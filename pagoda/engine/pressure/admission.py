@@ -1,8 +1,9 @@
 """The gate before the queue: who may wait, for how long, and who is told to come back later.
 
-    request ──> room in the queue's memory? ──┬── ladder below "hold" ──> queue
-                                              └── "hold": process within its memory? not too long? its class's queue
-                                                  not full? its tenant not ahead of its share? would it start in time?
+    request ──> room in the queue's memory? ──┬── both ladders below "hold" ──> queue
+                                              ├── memory's at "hold": process within its limit? request not too long?
+                                              └── either at "hold": its class's queue not full? its tenant not ahead of
+                                                  its share? would it start in time?
 
 A refusal says why and when to come back. Nothing is refused while nothing waits or runs: whatever can run at all, can
 then.
@@ -11,12 +12,13 @@ then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
 from pagoda.engine.pressure.config import PressureConfig
-from pagoda.engine.pressure.ladder import Level
+from pagoda.engine.pressure.ladder import MEMORY, Cause, Level
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import Overloaded
 from pagoda.kv.tenants import Tenants
@@ -52,15 +54,21 @@ class Line:
         waiting: samples in the queue, by namespace.
         num_tokens: of the waiting samples' prompts.
         num_running: samples that hold KV.
-        starts_per_s: how many begin to run in a second, lately.
+        starts: how many of each class began to run in the last `seconds`.
         memory: as in Signals.
     """
 
     waiting: Counter[str]
     num_tokens: int
     num_running: int
-    starts_per_s: float
+    starts: Mapping[ServiceClass, float]
+    seconds: float
     memory: float
+
+    @property
+    def starts_per_s(self) -> float:
+        """How many begin to run in a second; 0 also while that is not known."""
+        return sum(self.starts.values()) / self.seconds if self.seconds else 0.0
 
 
 class Gate:
@@ -85,8 +93,11 @@ class Gate:
         """The class of a tenant."""
         return self._class_of.get(namespace, ServiceClass.STANDARD)
 
-    def check(self, ask: Ask, line: Line, level: Level) -> None:
+    def check(self, ask: Ask, line: Line, holding: Collection[Cause]) -> None:
         """Whether a request may join the line.
+
+        Args:
+            holding: the causes whose ladders are at "hold".
 
         Raises:
             Overloaded: it may not.
@@ -95,12 +106,12 @@ class Gate:
             return
         if line.num_tokens + ask.num_tokens > self._config.max_queued_tokens:
             self._refuse(Refusal.QUEUE_FULL, "the prompts in the queue take all the memory they may", MAX_RETRY_S)
-        if level < Level.HOLD:
-            return
-        if line.memory >= self._config.ladder.thresholds.memory[Level.PREEMPT - 1]:
-            self._refuse(Refusal.OUT_OF_MEMORY, "the server's process is at its memory limit", MAX_RETRY_S)
-        self._check_size(ask)
-        self._check_queue(ask, line)
+        if MEMORY in holding:
+            if line.memory >= self._config.ladder.thresholds.memory[Level.PREEMPT - 1]:
+                self._refuse(Refusal.OUT_OF_MEMORY, "the server's process is at its memory limit", MAX_RETRY_S)
+            self._check_size(ask)
+        if holding:
+            self._check_queue(ask, line)
 
     def _check_size(self, ask: Ask) -> None:
         most = int(self._config.longest_share * self._num_blocks)
@@ -147,14 +158,20 @@ class Gate:
         return max(1, int(due / self._num_blocks * most)) if self._tenants.num_held_by(account) > due else most
 
     def wait_s(self, service_class: ServiceClass, line: Line) -> float:
-        """The estimated wait of a request that joins now: those of its class and above start first, as fast as lately.
+        """The estimated wait of a request that joins now. 0 until any has started: nothing is known then.
 
-        0 until any has started: nothing is known then.
+        Those of higher classes start first, and more of them will come: what lately was left for its class and those
+        below is what its class gets (one start more than were seen: to have seen none does not mean that there are
+        none). If that is little, it waits until it is promoted, and those before it.
         """
-        ahead = sum(
-            count for name, count in line.waiting.items() if self.service_class(name).rank <= service_class.rank
-        )
-        return ahead / line.starts_per_s if line.starts_per_s > 0 else 0.0
+        rate = line.starts_per_s
+        if not rate:
+            return 0.0
+        rank = service_class.rank
+        above = sum(count for name, count in line.waiting.items() if self.service_class(name).rank < rank)
+        same = sum(count for name, count in line.waiting.items() if self.service_class(name).rank == rank)
+        left = (1 + sum(count for kind, count in line.starts.items() if kind.rank >= rank)) / line.seconds
+        return min(above / rate + same / left, PROMOTE_S + same * AGED_EVERY / rate)
 
     def _refuse(self, reason: Refusal, why: str, retry_after_s: float) -> None:
         self.num_refused[reason] += 1

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pagoda.engine.pressure.ladder import LadderConfig, Level, Rungs, Thresholds
+from pagoda.engine.pressure.ladder import LadderConfig, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
 from pagoda.kv.sizes import parse_size
@@ -144,14 +144,7 @@ class PressureConfig:
 
 def _thresholds(table: Any) -> Thresholds:
     _check_names(table, {each.name for each in fields(Thresholds)})
-    return Thresholds(**{name: _rungs(name, value) for name, value in table.items()})
-
-
-def _rungs(name: str, values: Any) -> Rungs:
-    numbers = _numbers(name, values)
-    if len(numbers) != len(Level) - 1:
-        raise ConfigError(f"{name} needs five thresholds, got {values!r}")
-    return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    return Thresholds(**{name: tuple(_numbers(name, values)) for name, values in table.items()})
 
 
 def _classes(table: Any) -> Mapping[ServiceClass, ClassLimits]:

@@ -1,15 +1,18 @@
 """The pressure ladder: signals in, a level out. Pure: it acts on nothing, and its clock is given.
 
-    5 preempt   the lowest class gives way to those above it; more replicas are asked for
-    4 hold      only what fits to its end is admitted; what is too long, or would wait too long, is refused
-    3 compress  contexts that allow it become sparse
-    2 evict     part of the pool is kept free: what nobody holds goes before its room is needed
-    1 shrink    smaller batches, shorter prefills
+               memory is short                                      requests wait
+    5 preempt  the lowest class gives way to those above it         the same
+    4 hold     admitted is only what fits to its end; what is       what would wait too long is refused
+               too long, or would wait too long, is refused
+    3 compress contexts that allow it become sparse
+    2 evict    part of the pool is kept free
+    1 shrink   smaller batches, shorter prefills
     0 calm
 
-A level does what those below it do, too. Each signal has a threshold for each level; the highest that any asks for is
-gone to, one level at a time, each given time to help. A level is left when all signals have stayed clearly below its
-thresholds for a while, one at a time again.
+These are two ladders, as waiting has another cure than want of memory: a smaller batch frees blocks, but makes those
+who wait wait longer. On each, a level does what those below it do, too. Each signal has a threshold for each level; the
+highest that any asks for is gone to, one level at a time, each given time to help. A level is left when all signals have
+stayed clearly below its thresholds for a while, one at a time again. The level that is shown is the higher of the two.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from itertools import pairwise
 
@@ -25,7 +28,7 @@ from pagoda.errors import ConfigError
 
 NEVER = math.inf
 
-Rungs = tuple[float, float, float, float, float]  # what asks for levels 1 to 5
+Rungs = tuple[float, ...]  # what asks for each level
 
 
 class Level(IntEnum):
@@ -48,6 +51,7 @@ class Signals:
         failures: times a second that blocks were needed and not there.
         preemptions: samples a second put back in the queue.
         queue: the longest wait of those that never ran, over what their class should wait at most.
+        expected: the longest wait that one who comes now is expected to have, over the same.
         memory: the process's resident memory over its limit; 0 without a limit.
         throttles: times a second that the kernel held the process's cgroup back for its memory; 0 where none tells.
     """
@@ -56,6 +60,7 @@ class Signals:
     failures: float = 0.0
     preemptions: float = 0.0
     queue: float = 0.0
+    expected: float = 0.0
     memory: float = 0.0
     throttles: float = 0.0
 
@@ -64,25 +69,45 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """What one ladder is about: the signals that it follows, and the levels that help against them, in order."""
+
+    signals: tuple[str, ...]
+    levels: tuple[Level, ...]
+
+
+MEMORY = Cause(
+    ("pool", "failures", "preemptions", "memory", "throttles"),
+    (Level.SHRINK, Level.EVICT, Level.COMPRESS, Level.HOLD, Level.PREEMPT),
+)
+WAITING = Cause(("queue", "expected"), (Level.HOLD, Level.PREEMPT))
+
+
+@dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The value of each signal from which it asks for each level.
+    """The value of each signal from which it asks for each level of its ladder.
 
     Raises:
-        ConfigError: values are not positive, or fall from one level to the next.
+        ConfigError: values are not positive, fall from one level to the next, or are too many or too few.
     """
 
     pool: Rungs = (0.85, 0.90, 0.94, 0.97, NEVER)
     failures: Rungs = (0.5, 1.0, 2.0, 4.0, NEVER)
     preemptions: Rungs = (0.5, 1.0, 2.0, 4.0, NEVER)
-    queue: Rungs = (0.25, 0.5, 0.75, 1.0, 2.0)
+    queue: Rungs = (1.0, 2.0)
+    expected: Rungs = (1.0, NEVER)
     memory: Rungs = (0.80, 0.85, 0.90, 0.95, 0.98)
     throttles: Rungs = (0.1, 0.5, 1.0, 2.0, 10.0)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            rungs = getattr(self, each.name)
-            if not all(0 < low <= high for low, high in pairwise(rungs)):
-                raise ConfigError(f"{each.name} needs thresholds above 0 that do not fall, got {rungs}")
+        for cause in (MEMORY, WAITING):
+            for name in cause.signals:
+                rungs = getattr(self, name)
+                if len(rungs) != len(cause.levels):
+                    levels = ", ".join(str(int(level)) for level in cause.levels)
+                    raise ConfigError(f"{name} needs a threshold for each of the levels {levels}, got {rungs}")
+                if not all(0 < low <= high for low, high in pairwise(rungs)):
+                    raise ConfigError(f"{name} needs thresholds above 0 that do not fall, got {rungs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,48 +142,39 @@ class LadderConfig:
                 raise ConfigError(f"{name} must be a number of seconds, got {getattr(self, name)}")
 
 
-@dataclass(frozen=True, slots=True)
-class LevelChange:
-    """A step on the ladder, and the signals that caused it."""
-
-    before: Level
-    after: Level
-    signals: Signals
-
-
 class Ladder:
-    """Follows the signals.
+    """Follows the signals of one cause.
 
     Args:
         clock: seconds that never go back.
 
     Attributes:
         level: now.
-        num_entered: how often each level was gone to.
+        cause: whose signals those are.
     """
 
-    def __init__(self, config: LadderConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: LadderConfig, cause: Cause, clock: Callable[[], float]) -> None:
         self.level = Level.CALM
-        self.num_entered: Counter[Level] = Counter()
+        self.cause = cause
         self._config = config
         self._clock = clock
-        self._steps = [Level.CALM, *(Level(number) for number in sorted(config.levels))]
-        self._changed_at = self._pressed_at = self._counted_at = clock()
-        self._seconds: defaultdict[Level, float] = defaultdict(float)
+        self._steps = [Level.CALM, *(level for level in cause.levels if level in config.levels)]
+        thresholds = {name: getattr(config.thresholds, name) for name in cause.signals}
+        self._rungs = {name: dict(zip(cause.levels, rungs, strict=True)) for name, rungs in thresholds.items()}
+        self._changed_at = self._pressed_at = clock()
 
-    def look(self, signals: Signals) -> LevelChange | None:
+    def look(self, signals: Signals) -> None:
         """Go to the next level up or down, if it is time to. Call it every now and then."""
         now = self._clock()
         at = self._steps.index(self.level)
         if self._asked(signals, 1.0) > self.level:
             self._pressed_at = now
             if self.level is Level.CALM or now - self._changed_at >= self._config.rise_s:
-                return self._go(self._steps[at + 1], signals)
+                self._go(self._steps[at + 1])
         elif self._asked(signals, self._config.leave) >= self.level:
             self._pressed_at = now
         elif now - max(self._pressed_at, self._changed_at) >= self._config.fall_s:
-            return self._go(self._steps[at - 1], signals)
-        return None
+            self._go(self._steps[at - 1])
 
     def does(self, level: Level) -> bool:
         """Whether what a level does is done now: it or a higher one was gone to, and it is not passed over."""
@@ -166,17 +182,70 @@ class Ladder:
 
     def _asked(self, signals: Signals, share: float) -> Level:
         """The highest level of which some signal has reached a share of its threshold."""
-        pairs = list(zip(astuple(signals), astuple(self._config.thresholds), strict=True))
-        reached = [step for step in self._steps[1:] if any(value >= share * rungs[step - 1] for value, rungs in pairs)]
+        pairs = [(getattr(signals, name), rungs) for name, rungs in self._rungs.items()]
+        reached = [step for step in self._steps[1:] if any(value >= share * rungs[step] for value, rungs in pairs)]
         return max(reached, default=Level.CALM)
 
-    def _go(self, level: Level, signals: Signals) -> LevelChange:
-        change = LevelChange(self.level, level, signals)
-        self.seconds()
+    def _go(self, level: Level) -> None:
         self.level = level
         self._changed_at = self._clock()
-        self.num_entered[level] += 1
-        return change
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChange:
+    """A step on one of the two ladders, and the signals that caused it.
+
+    Attributes:
+        before, after: the level that is shown; the same where the other ladder's is higher.
+        memory: the level of memory's ladder now.
+    """
+
+    before: Level
+    after: Level
+    memory: Level
+    signals: Signals
+
+
+class Ladders:
+    """Both ladders, and what is told of them: the higher level of the two.
+
+    Attributes:
+        memory, waiting: see the module.
+        num_entered: how often each level was gone to.
+    """
+
+    def __init__(self, config: LadderConfig, clock: Callable[[], float]) -> None:
+        self.memory = Ladder(config, MEMORY, clock)
+        self.waiting = Ladder(config, WAITING, clock)
+        self.num_entered: Counter[Level] = Counter()
+        self._clock = clock
+        self._counted_at = clock()
+        self._seconds: defaultdict[Level, float] = defaultdict(float)
+
+    @property
+    def level(self) -> Level:
+        """The higher of the two."""
+        return max(self.memory.level, self.waiting.level)
+
+    def causes(self, level: Level) -> frozenset[Cause]:
+        """For which of the two what a level does is done now."""
+        return frozenset(each.cause for each in (self.memory, self.waiting) if each.does(level))
+
+    def does(self, level: Level) -> bool:
+        """Whether it is done for either."""
+        return bool(self.causes(level))
+
+    def look(self, signals: Signals) -> LevelChange | None:
+        """Let both follow. Call it every now and then."""
+        before, memory, waiting = self.level, self.memory.level, self.waiting.level
+        self.seconds()
+        self.memory.look(signals)
+        self.waiting.look(signals)
+        if (self.memory.level, self.waiting.level) == (memory, waiting):
+            return None
+        if self.level is not before:
+            self.num_entered[self.level] += 1
+        return LevelChange(before, self.level, self.memory.level, signals)
 
     def seconds(self) -> dict[Level, float]:
         """How long each level has lasted until now, all its times together."""
@@ -212,7 +281,11 @@ class Rate:
         return self._per_s
 
     @property
-    def per_s_so_far(self) -> float:
-        """Times a second since this was made: what was before is not known, and does not count as nothing."""
-        known = 1 - math.exp((self._began_at - self._clock()) / self._window_s)
-        return self.per_s / known if known else 0.0
+    def count(self) -> float:
+        """How often it happened in the last `seconds`; what is older counts less."""
+        return self.per_s * self._window_s
+
+    @property
+    def seconds(self) -> float:
+        """The window; less if this was made only lately: what was before is not known, and is not nothing."""
+        return self._window_s * (1 - math.exp((self._began_at - self._clock()) / self._window_s))

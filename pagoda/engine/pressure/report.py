@@ -14,6 +14,7 @@ class PressureReport:
     """The ladder at one look.
 
     Attributes:
+        level: the higher one of the two ladders; `memory_level` is that of memory's.
         entered, seconds: how often each level was gone to, and how long each lasted, since the start.
         refused: requests, by why.
         rss_bytes: resident memory of the process; the limit is None without one.
@@ -28,3 +29,4 @@ class PressureReport:
     rss_bytes: int = 0
     memory_limit: int | None = None
     num_compressed: int = 0
+    memory_level: Level = Level.CALM
