@@ -97,6 +97,7 @@ def _pressure(each: Sequence[Answer]) -> Answer:
         **_sum(each),
         "level": highest["level"],
         "name": highest["name"],
+        "memory_level": max(one["memory_level"] for one in each),
         "signals": signals,
         "memory_limit_bytes": None if None in limits else sum(limits),
     }

@@ -100,9 +100,10 @@ class PressureMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The samples now."""
         report = self._read()
-        yield GaugeMetricFamily("pagoda_pressure_level", "Level of the pressure ladder, 0 to 5", report.level)
+        yield GaugeMetricFamily("pagoda_pressure_level", "The higher level of the two ladders, 0 to 5", report.level)
+        yield GaugeMetricFamily("pagoda_pressure_memory_level", "Level of memory's ladder", report.memory_level)
         yield GaugeMetricFamily(
-            "pagoda_scale_out_wanted", "1 while more replicas would help", int(report.level >= Level.PREEMPT)
+            "pagoda_scale_out_wanted", "1 while more replicas would help", int(report.level >= Level.HOLD)
         )
         changes = CounterMetricFamily("pagoda_pressure_transitions", "Changes to a level", labels=["level"])
         seconds = CounterMetricFamily("pagoda_pressure_seconds", "Time in a level", labels=["level"])
@@ -130,6 +131,7 @@ def pressure_overview(report: PressureReport) -> dict[str, Any]:
     return {
         "level": int(report.level),
         "name": report.level.name.lower(),
+        "memory_level": int(report.memory_level),
         "signals": {name: round(value, 3) for name, value in asdict(report.signals).items()},
         "refused": {str(reason): count for reason, count in report.refused.items()},
         "compressed": report.num_compressed,

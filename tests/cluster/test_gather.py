@@ -54,6 +54,7 @@ def overview(**parts: Any) -> dict[str, Any]:
         "pressure": {
             "level": 0,
             "name": "calm",
+            "memory_level": 0,
             "signals": {"pool": 0.2, "queue": 0.5},
             "refused": {},
             "compressed": 1,
@@ -82,7 +83,13 @@ def test_a_look_at_all_of_them() -> None:
     one = overview()
     other = overview(
         server={"model": "m", "started": 7.0},
-        pressure={**one["pressure"], "level": 4, "name": "hold", "signals": {"pool": 0.9, "queue": 0.1}},
+        pressure={
+            **one["pressure"],
+            "level": 4,
+            "name": "hold",
+            "memory_level": 1,
+            "signals": {"pool": 0.9, "queue": 0.1},
+        },
         map={**one["map"], "owners": "0.2.", "tenants": ["c", "b", None]},
         tiers=[{"name": "dram", "state": "open", "used_bytes": None}],
         ttft={**one["ttft"], "cold": {"count": 3, "p50_s": 2.0, "p95_s": 2.0}},
@@ -92,6 +99,7 @@ def test_a_look_at_all_of_them() -> None:
     assert told["pool"] == {"total": 8, "free": 4}
     pressure = told["pressure"]
     assert (pressure["level"], pressure["name"], pressure["signals"]) == (4, "hold", {"pool": 0.9, "queue": 0.5})
+    assert pressure["memory_level"] == 1
     assert (pressure["compressed"], pressure["memory_limit_bytes"]) == (2, 200)
     assert told["map"]["counts"] == {"free": 4, "cached": 4}
     assert told["map"]["uses"] == "..cc..cc"

@@ -20,7 +20,7 @@ from pagoda.errors import Overloaded
 from pagoda.kv.keys import Scope
 from tests.engine.fakes import VOCAB, make_core
 
-STEP_S, TOKEN_S = 0.02, 0.002  # a step of one decode takes 22 ms, one of sixteen 52 ms: batches pay
+STEP_S, TOKEN_S = 0.1, 0.01  # a step of one decode takes 0.11 s, one of sixteen 0.26 s: batches pay
 SHARES = {ServiceClass.INTERACTIVE: 0.2, ServiceClass.STANDARD: 0.5, ServiceClass.BATCH: 0.3}
 LIMITS = {
     ServiceClass.INTERACTIVE: ClassLimits(max_wait_s=5.0, max_waiting=256),

@@ -9,7 +9,7 @@ import pytest
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.engine.policy import PROMOTE_S
+from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
 from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.kv.keys import Scope
@@ -62,12 +62,26 @@ def test_waiting_raises_the_class_so_that_nobody_starves(queue_policy: str) -> N
     core = core_with(CLASSES, max_num_seqs=1, token_budget=16, queue_policy=queue_policy)
     add(core, "old", "later", first=9)
     core._requests["old"].arrived_at -= 2 * PROMOTE_S
-    ended = []
-    for number in range(20):
-        add(core, f"new{number}", "now", first=number + 10)
+    ended: list[str] = []
+    while len(ended) < AGED_EVERY:
+        add(core, f"new{len(core._requests)}", "now", first=len(core._requests) + 10)
         ended += [output.request_id for output in core.step() if output.finished]
-    assert "old" in ended[:2]
+    assert "old" in ended
     core.abort_all()
+
+
+def test_those_who_waited_long_take_no_more_than_their_part_of_the_starts() -> None:
+    core = core_with(CLASSES, max_num_seqs=1, token_budget=16)
+    for number in range(30):
+        add(core, f"later{number}", "later", first=number + 1)
+        core._requests[f"later{number}"].arrived_at -= 3 * PROMOTE_S
+    for number in range(21):
+        add(core, f"now{number}", "now", first=number + 31)
+    order = order_of_end(core)
+    due = [f"later{number // AGED_EVERY}" for number in range(AGED_EVERY - 1, 24, AGED_EVERY)]
+    assert [name for name in order[:24] if name.startswith("later")] == due
+    assert order[AGED_EVERY - 1 : 24 : AGED_EVERY] == due
+    assert order[24:] == [f"later{number}" for number in range(3, 30)]
 
 
 def test_the_lowest_class_is_preempted_first() -> None:

@@ -133,6 +133,7 @@ REPORT = PressureReport(
     {Refusal.QUEUE_FULL: 7},
     1 << 30,
     2 << 30,
+    memory_level=Level.EVICT,
 )
 
 
@@ -144,6 +145,7 @@ async def test_metrics_tell_the_level_and_what_it_cost(live: Live) -> None:
     text = (await live.http.get("/metrics")).text
     for line in (
         "pagoda_pressure_level 5.0",
+        "pagoda_pressure_memory_level 2.0",
         "pagoda_scale_out_wanted 1.0",
         'pagoda_pressure_transitions_total{level="1"} 3.0',
         'pagoda_pressure_transitions_total{level="2"} 0.0',
