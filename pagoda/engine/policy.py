@@ -74,14 +74,21 @@ class Ranks:
 
 
 def in_turn(
-    samples: Iterable[Sample], rank: Callable[[Sample], int], tenants: Tenants, full: Collection[int]
+    samples: Iterable[Sample],
+    rank: Callable[[Sample], int],
+    tenants: Tenants,
+    full: Collection[int],
+    num_blocks: Callable[[Sample], int],
 ) -> Iterator[Sample]:
     """Samples by class. Within one, where tenants have shares, the next is of the account that uses least of its own.
 
-    So a tenant that sends more gets no more than its share while others wait: weighted max-min fairness of memory.
+    So a tenant that sends more gets no more than its share while others wait: weighted max-min fairness of memory. Half
+    of what the next sample takes is counted as used: without, whoever is due less would be rounded up (Webster's rule,
+    as seats are given to parties).
 
     Args:
         full: accounts to pass over from now on; the caller adds to it.
+        num_blocks: that a sample will take.
     """
     ranked = sorted(((rank(sample), sample) for sample in samples), key=itemgetter(0))
     if not tenants.has_shares:
@@ -93,7 +100,11 @@ def in_turn(
         for _, sample in same:
             lines.setdefault(tenants.of(sample.request.scope.namespace).account, deque()).append(sample)
         while lines:
-            account = min(lines, key=lambda each: tenants.num_held_by(each) / max(1.0, due[each]))
+            uses = {
+                account: (tenants.num_held_by(account) + num_blocks(line[0]) / 2) / max(1.0, due[account])
+                for account, line in lines.items()
+            }
+            account = min(uses, key=uses.__getitem__)
             if account not in full:
                 yield lines[account].popleft()
             if account in full or not lines[account]:

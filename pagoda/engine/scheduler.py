@@ -286,9 +286,11 @@ class Scheduler:
         """The waiting samples as they are admitted: by class, but now and then the first is one that waited long."""
         tenants, waiting, first = self._cache.tenants, list(self._order(self.waiting, self._cache)), None
         if self._num_since_aged >= AGED_EVERY - 1:
-            first = next(in_turn(waiting, self._ranks.aged, tenants, full))
+            first = next(in_turn(waiting, self._ranks.aged, tenants, full, self._prompt_blocks))
             yield first
-        yield from (each for each in in_turn(waiting, self._ranks.of, tenants, full) if each is not first)
+        yield from (
+            each for each in in_turn(waiting, self._ranks.of, tenants, full, self._prompt_blocks) if each is not first
+        )
 
     def _look_ahead(self) -> None:
         """Have tiers asked for the next waiting sample that nobody looked for yet: it may wait long enough."""
@@ -375,6 +377,9 @@ class Scheduler:
         budget, blend = self._config.token_budget, sample.request.blend
         step_tokens = budget if blend is None else blend.longest(budget)
         return self._cache.peak_blocks(len(sample.tokens) + num_more, step_tokens)
+
+    def _prompt_blocks(self, sample: Sample) -> int:
+        return self._peak(sample, 1)
 
     def _left(self, sample: Sample) -> int:
         """Tokens that a sample is expected to generate yet."""

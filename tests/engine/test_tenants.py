@@ -63,8 +63,9 @@ def test_waiting_raises_the_class_so_that_nobody_starves(queue_policy: str) -> N
     add(core, "old", "later", first=9)
     core._requests["old"].arrived_at -= 2 * PROMOTE_S
     ended: list[str] = []
+    for number in range(AGED_EVERY):
+        add(core, f"new{number}", "now", first=number + 10)
     while len(ended) < AGED_EVERY:
-        add(core, f"new{len(core._requests)}", "now", first=len(core._requests) + 10)
         ended += [output.request_id for output in core.step() if output.finished]
     assert "old" in ended
     core.abort_all()

@@ -43,7 +43,7 @@ class Tally:
     compressed: int = 0
     nonsense: Counter[int] = field(default_factory=Counter)  # by status
     ttft_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    ttft_work_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # processor time
+    overtaken: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # answers meanwhile
     faults: list[str] = field(default_factory=list)
 
 
@@ -52,22 +52,29 @@ class Crowd:
 
     Args:
         cases: what honest clients ask for.
-        ends_at: `time.monotonic()` from when on nobody begins anything new.
+        is_enough: whether nobody shall begin anything new, after what they met so far.
     """
 
-    def __init__(self, http: httpx.AsyncClient, cases: list[Case], ends_at: float, seed: int) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, cases: list[Case], is_enough: Callable[[Tally], bool], seed: int
+    ) -> None:
         self.tally = Tally()
         self._http = http
         self._cases = cases
-        self._ends_at = ends_at
+        self._is_enough = is_enough
         self._random = random.Random(seed)
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody begins anything new any more."""
+        return self._is_enough(self.tally)
 
     def add(self, count: int, client: Callable[[str], Awaitable[None]], key: str, pause_s: float = 0.0) -> None:
         """Let so many clients with a key repeat themselves until the end, pausing about so long in between."""
 
         async def live() -> None:
-            while time.monotonic() < self._ends_at:
+            while not self.is_over:
                 try:
                     await client(key)
                 except Exception as error:
@@ -76,14 +83,15 @@ class Crowd:
 
         self._tasks += [asyncio.create_task(live()) for _ in range(count)]
 
-    async def until_gone(self, timeout_s: float, work_s: float) -> None:
-        """Wait for the end, and for whoever then still waits for an answer; too long or too much work is a deadlock."""
-        await asyncio.sleep(max(0.0, self._ends_at - time.monotonic()))
-        last, most = time.monotonic() + timeout_s, time.process_time() + work_s
-        left: set[asyncio.Task[None]] = set(self._tasks)
+    async def until_gone(self, patience_s: float) -> None:
+        """Wait for the end, and for whoever then still waits for an answer; so long without any is a deadlock."""
+        left, last = set(self._tasks), (time.monotonic(), 0)
         while left:
             _, left = await asyncio.wait(left, timeout=0.5)
-            if left and (time.monotonic() > last or time.process_time() > most):
+            told = self.tally.answered.total() + self.tally.refused.total() + self.tally.left - len(left)
+            if told != last[1]:
+                last = time.monotonic(), told
+            if left and time.monotonic() - last[0] > patience_s:
                 for each in left:
                     each.cancel()
                 raise TimeoutError(f"{len(left)} clients wait for ever")
@@ -93,7 +101,7 @@ class Crowd:
         """Ask, compare, and note how long it took."""
         case = self._random.choice(self._cases)
         streams = self._random.random() < 0.6
-        body, started = case.body | {"stream": streams}, (time.monotonic(), time.process_time())
+        body, started = case.body | {"stream": streams}, (time.monotonic(), self.tally.answered.total())
         async with self._http.stream("POST", PATH, json=body, headers=_as(key)) as answer:
             if answer.status_code != 200:
                 return await self._come_back(key, json.loads(await answer.aread()), answer)
@@ -106,7 +114,7 @@ class Crowd:
         self.tally.answered[key] += 1
         self.tally.tokens[key] += case.num_tokens
 
-    async def _read(self, answer: httpx.Response, key: str, started: tuple[float, float]) -> tuple[str, Any]:
+    async def _read(self, answer: httpx.Response, key: str, started: tuple[float, int]) -> tuple[str, Any]:
         text = ""
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
@@ -115,7 +123,7 @@ class Crowd:
                     return text, chunk["error"]
                 if not text:
                     self.tally.ttft_s[key].append(time.monotonic() - started[0])
-                    self.tally.ttft_work_s[key].append(time.process_time() - started[1])
+                    self.tally.overtaken[key].append(self.tally.answered.total() - started[1])
                 text += chunk["choices"][0]["text"]
         return text, None
 

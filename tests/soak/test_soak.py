@@ -1,6 +1,7 @@
 """Ten times more clients than there is room for, of all kinds, while a tier fails in every way: nothing breaks.
 
-A quarter of a minute in the normal run; `PAGODA_SOAK_S=300` makes it longer. With `-s` it prints what it met.
+A quarter of a minute in the normal run; `PAGODA_SOAK_S=300` makes it longer, and a machine that is slow until there are
+answers enough to judge by. Nothing is judged by the clock. With `-s` it prints what it met.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.pressure.config import ClassLimits, PressureConfig
-from pagoda.engine.pressure.ladder import Level
+from pagoda.engine.pressure.ladder import NEVER, LadderConfig, Level, Thresholds
 from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
@@ -34,11 +35,12 @@ from .crowd import Case, Crowd, Tally
 
 SECONDS = float(os.environ.get("PAGODA_SOAK_S", "15"))
 AT_ONCE = 12
-GOLD_WORK_S = 6.0  # most that server and crowd compute while a gold request waits, however busy the machine is
+GOLD_OVERTAKEN = 60  # most answers that others get while a gold request waits: some five times what runs at once
 DUE, TOLERANCE = 2.0, 0.2  # tokens of tenant two for each of tenant one; how far that may be off, in logarithms
 LENGTHS = (8, 24, 48)  # tokens of answers
 SPREAD = sum(n * n for n in LENGTHS) * len(LENGTHS) / sum(LENGTHS) ** 2  # 1 + (deviation / mean) ** 2
-DRAIN_S, DRAIN_WORK_S = 300.0, 60.0  # until all are answered: by the clock, for what hangs, and in processor time
+ENOUGH = 20  # answers of each of the tenants that are compared
+PATIENCE_S = 300.0  # how long nobody at all may get an answer
 RSS_GROWTH = 96 << 20
 LEASED = [5 + (7 * i) % 200 for i in range(64)]
 
@@ -50,11 +52,13 @@ TENANTS = {
     "thrifty": TenantSpec(compress_under_pressure="streaming:budget=24,interval=8"),
 }
 PRESSURE = PressureConfig(
+    LadderConfig(thresholds=Thresholds(pool=(0.5, 0.55, 0.6, 0.65, NEVER))),  # some 0.7 is held, on any machine
     longest_share=0.5,
     classes={
-        ServiceClass.INTERACTIVE: ClassLimits(max_wait_s=4.0, max_waiting=16),
-        ServiceClass.STANDARD: ClassLimits(max_wait_s=4.0, max_waiting=48),
-        ServiceClass.BATCH: ClassLimits(max_wait_s=120.0, max_waiting=16),
+        # Few may wait, but as long as a slow machine takes: with an empty queue there were no shares to keep.
+        ServiceClass.INTERACTIVE: ClassLimits(max_wait_s=30.0, max_waiting=16),
+        ServiceClass.STANDARD: ClassLimits(max_wait_s=600.0, max_waiting=40),
+        ServiceClass.BATCH: ClassLimits(max_wait_s=600.0, max_waiting=8),
     },
 )
 
@@ -87,10 +91,10 @@ def make_cases(folder: Path) -> list[Case]:
     return cases
 
 
-async def torment(faults: Faults, until: float) -> None:
+async def torment(faults: Faults, crowd: Crowd) -> None:
     """Let a tier fail in another way every half second, and be well in the end."""
     rng = random.Random(9)
-    while time.monotonic() < until:
+    while not crowd.is_over:
         faults.running.set()
         faults.delay_s, faults.bytes_per_s = rng.choice([0.0, 0.0, 0.02]), rng.choice([float("inf"), 1e6])
         faults.failing, faults.corrupting = rng.choice([0.0, 0.3, 1.0]), rng.choice([0.0, 0.3])
@@ -103,9 +107,9 @@ async def torment(faults: Faults, until: float) -> None:
     faults.running.set()
 
 
-async def watch(live: Live, readings: list[tuple[float, int, int, float]], until: float) -> None:
+async def watch(live: Live, readings: list[tuple[float, int, int, float]], crowd: Crowd) -> None:
     """Note time, level, resident bytes and the held share twice a second."""
-    while time.monotonic() < until:
+    while not crowd.is_over:
         stats = live.backend.stats()
         assert stats.num_free_blocks + stats.num_held_blocks + stats.num_cached_blocks == stats.num_blocks
         held = stats.num_held_blocks / stats.num_blocks
@@ -155,11 +159,16 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with (
         run_server(AsyncEngine(engine), **options) as live,
-        httpx.AsyncClient(base_url=live.url, timeout=DRAIN_S, limits=limits) as http,
+        httpx.AsyncClient(base_url=live.url, timeout=None, limits=limits) as http,
     ):
         await lease(live)
-        ends_at = time.monotonic() + SECONDS
-        crowd = Crowd(http, cases, ends_at, seed=3)
+        started_at = time.monotonic()
+
+        def is_enough(tally: Tally) -> bool:
+            elapsed = time.monotonic() - started_at
+            return elapsed >= SECONDS and (_can_be_judged(tally) or elapsed >= 20 * SECONDS)
+
+        crowd = Crowd(http, cases, is_enough, seed=3)
         crowd.add(4, crowd.honest, "gold", pause_s=0.5)
         crowd.add(26, crowd.honest, "two")
         crowd.add(26, crowd.honest, "one")
@@ -169,8 +178,8 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         crowd.add(4, crowd.leaver, "gold", pause_s=0.5)
         crowd.add(3, crowd.vandal, "bulk", pause_s=0.2)
         readings: list[tuple[float, int, int, float]] = []
-        background = [asyncio.create_task(each) for each in (torment(faults, ends_at), watch(live, readings, ends_at))]
-        await crowd.until_gone(DRAIN_S, DRAIN_WORK_S)
+        background = [asyncio.create_task(each) for each in (torment(faults, crowd), watch(live, readings, crowd))]
+        await crowd.until_gone(PATIENCE_S)
         await asyncio.gather(*background)
         await until_calm(live)
         report = live.backend.stats().pressure
@@ -188,24 +197,28 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         body = {"prompt": [*LEASED, 9], "max_tokens": 1}
         kept = (await live.http.post("/v1/completions", json=body, headers={"x-api-key": "two"})).json()
         assert kept["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
-        third = len(readings) // 3
+        third = max(1, len(readings) // 3)
         grown = max(rss for _, _, rss, _ in readings[-third:]) - max(rss for _, _, rss, _ in readings[:third])
         assert grown < RSS_GROWTH
 
 
+def _can_be_judged(tally: Tally) -> bool:
+    """Whether there was enough of all that is looked at; on a machine that is not starved, long before the end."""
+    enough = min(tally.answered[name] for name in ("gold", "two", "one")) >= ENOUGH
+    enough = enough and len(tally.overtaken["gold"]) > 0 and min(tally.left, tally.nonsense.total()) > 10
+    if SECONDS >= 150:  # batch is promoted after half a minute a class
+        enough = enough and tally.answered["bulk"] > 0 and tally.compressed > 0
+    return enough
+
+
 def _check_tally(tally: Tally) -> None:
-    assert tally.left > 10
-    assert tally.nonsense.total() > 10
-    assert min(tally.answered[name] for name in ("gold", "two", "one")) >= 5
-    assert max(tally.ttft_work_s["gold"]) < GOLD_WORK_S
+    assert _can_be_judged(tally)
+    assert max(tally.overtaken["gold"]) < GOLD_OVERTAKEN
     # The sums are of so many answers each, whose lengths spread: what chance alone does to their ratio gets smaller
     # with more of them (test_relief.py has the exact rule).
     spread = math.sqrt(SPREAD * (1 / tally.answered["two"] + 1 / tally.answered["one"]))
     ratio = tally.tokens["two"] / tally.tokens["one"]
     assert abs(math.log(ratio / DUE)) < TOLERANCE + 2.5 * spread, f"{ratio:.2f} for {DUE}"
-    if SECONDS >= 150:  # batch is promoted after half a minute a class
-        assert tally.answered["bulk"] > 0
-        assert tally.compressed > 0
 
 
 def _print(tally: Tally, readings: list[tuple[float, int, int, float]], report: Any, engine: Engine) -> None:
@@ -215,7 +228,7 @@ def _print(tally: Tally, readings: list[tuple[float, int, int, float]], report: 
             f"\n{name:5} {tally.answered[name]:6} answers {tally.tokens[name]:7} tokens, first token "
             "after "
             f"{waits[len(waits) // 2]:.2f} s, 99% {waits[int(0.99 * (len(waits) - 1))]:.2f}, at most {waits[-1]:.2f}; "
-            f"computed meanwhile at most {max(tally.ttft_work_s[name], default=0.0):.2f} s",
+            f"answers meanwhile at most {max(tally.overtaken[name], default=0)}",
             end="",
         )
     seconds = {int(level): round(each, 1) for level, each in report.seconds.items()}

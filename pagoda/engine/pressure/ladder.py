@@ -12,7 +12,7 @@
 These are two ladders, as waiting has another cure than want of memory: a smaller batch frees blocks, but makes those
 who wait wait longer. On each, a level does what those below it do, too. Each signal has a threshold for each level; the
 highest that any asks for is gone to, one level at a time, each given time to help. A level is left when all signals
-have stayed clearly below its thresholds for a while, one at a time again. The level that is shown is the higher of both.
+have stayed clearly below its thresholds for a while, one at a time again. The level that is shown is the higher one.
 """
 
 from __future__ import annotations
