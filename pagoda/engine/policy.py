@@ -72,6 +72,10 @@ class Ranks:
             return ServiceClass.STANDARD.rank
         return max(0, self.of(sample) - int((time.perf_counter() - sample.request.arrived_at) / PROMOTE_S))
 
+    def is_promoted(self, sample: Sample) -> bool:
+        """Whether that is another than its own."""
+        return self.aged(sample) < self.of(sample)
+
 
 def in_turn(
     samples: Iterable[Sample],

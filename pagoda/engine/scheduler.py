@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
@@ -94,7 +95,7 @@ class Scheduler:
         self._config = config
         self._order = QUEUE_POLICIES[config.queue_policy]
         self._ranks = Ranks(config.tenants)
-        self._num_since_aged = 0  # starts, since one that had waited long enough to be promoted
+        self._num_since_promoted = 0  # starts, since one that had waited long enough for that
         self.whole_relief = self.relief = Relief(config.max_num_seqs, config.token_budget)
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
@@ -284,13 +285,13 @@ class Scheduler:
 
     def _in_order(self, full: Collection[int]) -> Iterator[Sample]:
         """The waiting samples as they are admitted: by class, but now and then the first is one that waited long."""
-        tenants, waiting, first = self._cache.tenants, list(self._order(self.waiting, self._cache)), None
-        if self._num_since_aged >= AGED_EVERY - 1:
-            first = next(in_turn(waiting, self._ranks.aged, tenants, full, self._prompt_blocks))
-            yield first
-        yield from (
-            each for each in in_turn(waiting, self._ranks.of, tenants, full, self._prompt_blocks) if each is not first
-        )
+        tenants, ranks, waiting = self._cache.tenants, self._ranks, list(self._order(self.waiting, self._cache))
+        if self._num_since_promoted >= AGED_EVERY - 1:
+            promoted = [sample for sample in waiting if ranks.is_promoted(sample)]
+            for sample in islice(in_turn(promoted, ranks.aged, tenants, full, self._prompt_blocks), 1):
+                yield sample
+                waiting.remove(sample)
+        yield from in_turn(waiting, ranks.of, tenants, full, self._prompt_blocks)
 
     def _look_ahead(self) -> None:
         """Have tiers asked for the next waiting sample that nobody looked for yet: it may wait long enough."""
@@ -311,7 +312,7 @@ class Scheduler:
             other
             for other in self.running
             if ranks.of(other) > ranks.of(sample)
-            and ranks.aged(other) == ranks.of(other)  # who was let in because it had waited long would be out again
+            and not ranks.is_promoted(other)  # who was let in because it had waited long would be out again
             and tenants.gives_way(other.request.scope.namespace, name)
         ]
         if not lower:
@@ -340,9 +341,8 @@ class Scheduler:
         self._unqueue(sample)
         self.start(sample)
         sample.lease.tier_use = _tier_use(sample)
-        rank = self._ranks.of(sample)
-        self.num_started[rank] += 1
-        self._num_since_aged = 0 if self._ranks.aged(sample) < rank else self._num_since_aged + 1
+        self.num_started[self._ranks.of(sample)] += 1
+        self._num_since_promoted = 0 if self._ranks.is_promoted(sample) else self._num_since_promoted + 1
         retention = sample.request.params.kv_retention
         if retention is not None:
             self._cache.direct(sample.lease, retention.directives(int(sample.request.prompt.size)))
