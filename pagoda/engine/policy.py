@@ -13,14 +13,11 @@ from itertools import groupby
 from operator import itemgetter
 
 from pagoda.engine.request import Sample
-from pagoda.engine.tenants import ServiceClass, TenantSpec
+from pagoda.engine.tenants import PROMOTE_S, ServiceClass, TenantSpec
 from pagoda.kv.cache import KVCache
 from pagoda.kv.tenants import Tenants
 
 QueuePolicy = Callable[[Sequence[Sample], KVCache], Iterable[Sample]]
-
-PROMOTE_S = 30.0  # a request this old counts as one class higher, for one start in AGED_EVERY
-AGED_EVERY = 8  # so classes above those that waited long lose no more than an eighth to them
 
 _LPM_DEPTH = 128
 _LPM_TOKENS_PER_SECOND = 2000.0

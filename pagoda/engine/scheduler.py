@@ -22,9 +22,10 @@ from itertools import islice
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.outputs import FinishReason
-from pagoda.engine.policy import AGED_EVERY, QUEUE_POLICIES, Ranks, in_turn
+from pagoda.engine.policy import QUEUE_POLICIES, Ranks, in_turn
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Request, Sample
+from pagoda.engine.tenants import AGED_EVERY
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
 from pagoda.kv.lease import TierUse

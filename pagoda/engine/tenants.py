@@ -14,6 +14,9 @@ from pagoda.kv.tenants import Share as Share
 RESERVED = frozenset(("", PUBLIC.namespace))
 """What no tenant may be called: all requests together where there are no API keys, and what is published."""
 
+PROMOTE_S = 30.0  # a request this old counts as one class higher, for one start in AGED_EVERY
+AGED_EVERY = 8  # so classes above those that waited long lose no more than an eighth to them
+
 
 class ServiceClass(StrEnum):
     """Whose requests go first: interactive before standard before batch. A tenant without one is standard."""

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
 from pagoda.engine.pressure.admission import MAX_RETRY_S, MIN_RETRY_S, Ask, Gate, Line, Refusal
 from pagoda.engine.pressure.config import ClassLimits, PressureConfig
 from pagoda.engine.pressure.ladder import MEMORY, WAITING, Cause
-from pagoda.engine.tenants import ServiceClass, Share
+from pagoda.engine.tenants import AGED_EVERY, PROMOTE_S, ServiceClass, Share
 from pagoda.errors import MemoryPressure, Overloaded
 from pagoda.kv.allocator import Allocator
 from pagoda.kv.tenants import Tenants

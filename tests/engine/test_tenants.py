@@ -9,8 +9,7 @@ import pytest
 
 from pagoda.engine.core import EngineCore
 from pagoda.engine.params import LeaseSpec, SamplingParams
-from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
-from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
+from pagoda.engine.tenants import AGED_EVERY, PROMOTE_S, ServiceClass, Share, TenantSpec
 from pagoda.errors import ConfigError
 from pagoda.kv.keys import Scope
 from tests.engine.fakes import VOCAB, make_core, random_load, run

@@ -16,10 +16,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pagoda.engine.policy import AGED_EVERY, PROMOTE_S
 from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.pressure.ladder import MEMORY, Cause, Level
-from pagoda.engine.tenants import ServiceClass
+from pagoda.engine.tenants import AGED_EVERY, PROMOTE_S, ServiceClass
 from pagoda.errors import Overloaded
 from pagoda.kv.tenants import Tenants
 
