@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -74,4 +75,5 @@ def cluster(
         raise ConfigError(f"Ray does not start: {error}") from error
     serve.start(http_options={"host": host, "port": port})
     app = application(settings, policy=str(routing), min_replicas=replicas, max_replicas=most, num_cpus=num_cpus)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own prints a stack and leaves at once
     serve.run(app, name="pagoda", blocking=True)
