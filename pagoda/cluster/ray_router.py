@@ -75,8 +75,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best first, then all others. Those that say they take nothing now come last."""
-        takes = [replica for replica in candidate_replicas if replica.routing_stats.get("takes_requests", True)]
+        """The best first, then all others. Those that say they take nothing now are considered only if all say so."""
+        takes = [each for each in candidate_replicas if each.routing_stats.get("takes_requests", True)]
+        takes = takes or candidate_replicas  # they refuse what they must, and the others find their prefix
         prompt = _prompt(pending_request)
         places = {self._places[each.replica_id]: each for each in takes if each.replica_id in self._places}
         if prompt is None or not places:

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pagoda.cluster.prompts import read_prompt
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
@@ -68,3 +70,32 @@ def test_pressure_decides_how_many_run(pressures: list[float], current: int, wan
         capacity_adjusted_max_replicas=5,
     )
     assert scale_on_pressure(context) == (wanted, {})
+
+
+async def test_replicas_that_take_nothing_are_chosen_among_only_if_all_take_nothing() -> None:
+    from pagoda.cluster.ray_router import PrefixRouter
+
+    router = PrefixRouter.__new__(PrefixRouter)  # without Ray's loops
+    router.initialize_state()
+    replicas = [SimpleNamespace(replica_id=name, routing_stats={}) for name in ("a", "b", "c")]
+    for place, each in enumerate(replicas):
+        router._places[each.replica_id] = place
+        router._placement.set_up(place, True)
+
+    async def ask(name: str) -> str:
+        prompt = read_prompt({"prompt": "The tide comes in twice a day. " * 40}, b"")
+        metadata = SimpleNamespace(internal_request_id=name)
+        pending = SimpleNamespace(args=[SimpleNamespace(prompt=prompt)], metadata=metadata)
+        ranked = await router.choose_replicas(replicas, pending)
+        router.on_request_routed(pending, ranked[0][0].replica_id, None)
+        router.on_request_completed(ranked[0][0].replica_id, name)
+        return ranked[0][0].replica_id
+
+    first = await ask("first")
+    assert await ask("second") == first
+    [has_it] = [each for each in replicas if each.replica_id == first]
+    has_it.routing_stats["takes_requests"] = False
+    assert await ask("third") != first
+    for each in replicas:
+        each.routing_stats["takes_requests"] = False
+    assert {await ask(f"all {number}") for number in range(9)} < {"a", "b", "c"}

@@ -15,6 +15,7 @@ from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.pressure.config import ClassLimits, PressureConfig
 from pagoda.engine.pressure.control import PressureControl
 from pagoda.engine.pressure.ladder import LadderConfig, Level, LevelChange, Signals
+from pagoda.engine.scheduler import Relief
 from pagoda.engine.tenants import ServiceClass, Share, TenantSpec
 from pagoda.errors import Overloaded
 from pagoda.kv.hierarchy import WritePolicy
@@ -209,6 +210,38 @@ def test_waiting_alone_makes_no_batch_smaller_and_reserves_nothing(pressed: Any)
     assert core.pressure.fit_share() == 1.0
     stuck.to(0)
     stuck.finish([f"r{index}" for index in range(12)], 12, max_tokens=32)
+
+
+def test_each_level_that_is_left_stops_what_it_did(pressed: Any) -> None:
+    limits = {kind: ClassLimits(max_wait_s=1.0, max_waiting=1) for kind in ServiceClass}
+    pressure = {"free_share": 0.5, "classes": limits}
+    core, _, stuck = pressed(num_blocks=40, max_num_seqs=2, token_budget=8, pressure=pressure)
+    scheduler, whole = core._scheduler, core._scheduler.whole_relief
+    stuck.to(5)
+    assert scheduler.relief == Relief(1, 4, reserves_outputs=True, makes_way=True)
+    stuck.to(4)
+    assert scheduler.relief == Relief(1, 4, reserves_outputs=True)
+    add(core, "r0", length=30, max_tokens=2)
+    with pytest.raises(Overloaded):
+        add(core, "r1", length=30, max_tokens=2)
+    stuck.to(3)
+    add(core, "r1", length=30, max_tokens=2)
+    add(core, "r2", length=30, max_tokens=2)
+    assert scheduler.relief == Relief(1, 4)
+    assert core.pressure.fit_share() < 1
+    stuck.to(2)
+    assert core.pressure.fit_share() == 1
+    stuck.finish(["r0", "r1", "r2"], 30, 2)
+    core.pressure.look()
+    assert core.cache.num_free_blocks >= 20
+    stuck.to(1)
+    assert scheduler.relief == Relief(1, 4)
+    for index in range(3, 6):
+        add(core, f"r{index}", length=30, max_tokens=2)
+    stuck.finish(["r3", "r4", "r5"], 30, 2)
+    assert core.cache.num_free_blocks < 20
+    stuck.to(0)
+    assert scheduler.relief == whole
 
 
 def test_what_is_expected_of_an_output_is_learned(pressed: Any) -> None:

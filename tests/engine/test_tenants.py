@@ -84,6 +84,31 @@ def test_those_who_waited_long_take_no_more_than_their_part_of_the_starts() -> N
     assert order[24:] == [f"later{number}" for number in range(3, 30)]
 
 
+def test_grouping_by_prefix_stays_within_the_shares() -> None:
+    """Two tenants ask about four texts each, in turn; the pool keeps what runs and two or three of the texts."""
+    computed, generated = {}, {}
+    for policy in ("fcfs", "lpm"):
+        tenants = {"a": TenantSpec(Share(weight=1)), "b": TenantSpec(Share(weight=1))}
+        core, runner = make_core(
+            num_blocks=64, max_model_len=64, max_num_seqs=4, tenants=tenants, queue_policy=policy, token_budget=64
+        )
+        rng = np.random.default_rng(5)
+        texts = {name: [rng.integers(1, VOCAB, 40).tolist() for _ in range(4)] for name in tenants}
+        for number in range(32):
+            for name in tenants if number < 24 else ["a"]:  # a sends more
+                prompt = [*texts[name][number % 4], 1 + number, 1 + number]
+                params = SamplingParams(max_tokens=4, temperature=0.0)
+                core.add(f"{name}{number}", prompt, params, scope=Scope(name))
+        counts = {"a": 0, "b": 0}
+        while {"a", "b"} <= core._scheduler.num_queued.keys():
+            for output in core.step():
+                counts[output.request_id[0]] += len(output.deltas[0].token_ids)
+        run(core)
+        computed[policy], generated[policy] = runner.num_computed, counts["a"] / counts["b"]
+    assert computed["lpm"] < 0.7 * computed["fcfs"]
+    assert generated["lpm"] == pytest.approx(1.0, rel=0.15)
+
+
 def test_the_lowest_class_is_preempted_first() -> None:
     core = core_with(CLASSES, num_blocks=20, max_model_len=60)
     add(core, "batch", "later", num_tokens=16, max_tokens=40, first=3)
