@@ -137,7 +137,7 @@ def purge(
     """Forget a tenant's cache, what begins with a prefix, or what a request left; pinned and leased or not.
 
     Of a whole tenant, all that tiers have goes too. Tiers that did not do it within 10 s are named, and status is 2:
-    the server goes on to try while it runs.
+    the server goes on to try while it runs. So are replicas behind a router that did not do it.
     """
     has_prefix = prompt is not None or messages is not None
     if request is not None and (has_prefix or tenant is not None):
@@ -159,7 +159,8 @@ def purge(
     print(f"{answer['purged_blocks']:,} blocks purged")
     for tier, count in answer.get("purged_records", {}).items():
         print(f"{tier}: {count:,} records purged")
-    if late := answer.get("waiting_tiers"):
+    late = [*answer.get("waiting_tiers", ()), *(f"replica {number}" for number in answer.get("waiting_replicas", ()))]
+    if late:
         raise RefusedError(f"not yet purged from: {', '.join(late)}. Purge again once they answer.")
 
 

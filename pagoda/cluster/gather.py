@@ -32,7 +32,8 @@ class Gatherer:
     async def answer(self, request: Request, body: bytes, merge: Merge) -> Response:
         """What all that are up answer, as one, and in `X-Pagoda-Replica` the numbers of those who are in it.
 
-        If none does what it is asked, it is what the first says to that.
+        If none does what it is asked, it is what the first says to that. Of what all are to do, `waiting_replicas` has
+        those who did not; who has nothing to do it with (404) is none of them.
 
         Raises:
             NoReplica: none is up, or none answers.
@@ -51,7 +52,11 @@ class Gatherer:
         headers = {REPLICA_HEADER: ",".join(map(str, good)), "cache-control": "no-store"}
         try:
             told = {number: answer.json() for number, answer in good.items()}
-            return JSONResponse(merge(told), headers=headers)
+            merged = merge(told)
+            if request.method == "POST":
+                done = {number for number, answer in answers.items() if answer.is_success or answer.status_code == 404}
+                merged["waiting_replicas"] = {str(n): 1 for n in range(len(self._fleet)) if n not in done}
+            return JSONResponse(merged, headers=headers)
         except (ValueError, KeyError, TypeError, AttributeError):
             message = f"Replicas answer {request.url.path} in forms that do not go together; {REPLICA_HEADER} asks one."
             raise HttpError(502, "no_merge", message) from None

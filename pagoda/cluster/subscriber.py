@@ -1,7 +1,8 @@
 """Subscriber: a replica's block events, in order and without gaps, or else from nothing again.
 
-A missed number is asked for from the publisher's replay. What a replay does not have either makes all that is known of
-the replica unsound, so it begins with a `BlocksCleared`; Pagoda's publisher then tells of everything anew.
+A missed number is asked for from the publisher's replay, and so is, whenever it is quiet, what may have been lost last
+and left no gap. What a replay does not have either makes all that is known of the replica unsound, so it begins with a
+`BlocksCleared`; Pagoda's publisher then tells of everything anew.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 100_000  # messages
 _REPLAY_S = 5.0
+_QUIET_S = 5.0
 
 
 class Subscriber:
@@ -51,16 +54,18 @@ class Subscriber:
             messages = self._socket(context, zmq.SUB)
             messages.subscribe(b"")
             messages.connect(self._endpoint)
-            replay = self._socket(context, zmq.DEALER)
-            replay.connect(self._replay_endpoint)
-            await self._catch_up(replay)
+            await self._catch_up(context)
             while True:
-                parts = await messages.recv_multipart()
                 try:
+                    if not await messages.poll(int(1000 * _QUIET_S)):
+                        with suppress(TimeoutError):
+                            await self._ask(context)
+                        continue
+                    parts = await messages.recv_multipart()
                     number = read_sequence(parts[-2]) if len(parts) == 3 else -1
                     if number > self._next:
                         self.num_gaps += 1
-                        await self._catch_up(replay)
+                        await self._catch_up(context)
                     self._take(number, parts[-1])
                 except WireError as error:
                     logger.warning("%s: %s", self._endpoint, error)
@@ -81,19 +86,31 @@ class Subscriber:
             for event in decode(payload):
                 self._apply(event)
 
-    async def _catch_up(self, replay: zmq.asyncio.Socket) -> None:
-        """Ask for what is due, and take what comes."""
-        due = self._next
+    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+        """Ask for what is due, and take what comes; if nobody answers, nothing that is known counts any more."""
         try:
+            await self._ask(context)
+        except TimeoutError:
+            logger.warning("%s does not replay block events", self._replay_endpoint)
+            self._apply(BlocksCleared())
+
+    async def _ask(self, context: zmq.asyncio.Context) -> None:
+        """Ask for what is due, and take what comes; on a socket of its own, where no late answer to another comes.
+
+        Raises:
+            TimeoutError: nobody answers.
+        """
+        due, replay = self._next, self._socket(context, zmq.DEALER)
+        try:
+            replay.connect(self._replay_endpoint)
             async with asyncio.timeout(_REPLAY_S):
                 await replay.send_multipart((b"", sequence_bytes(due)))
                 async for number, payload in _answers(replay):
                     if number > due == self._next:  # the first, and not the one that is due
                         self._apply(BlocksCleared())
                     self._take(number, payload)
-        except TimeoutError:
-            logger.warning("%s does not replay block events", self._replay_endpoint)
-            self._apply(BlocksCleared())
+        finally:
+            replay.close(linger=0)
 
 
 async def _answers(replay: zmq.asyncio.Socket) -> Any:

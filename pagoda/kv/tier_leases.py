@@ -149,6 +149,12 @@ class TierLeases:
                 if not promise.is_held:
                     self._give_up(promise)
 
+    def refuse_open(self) -> None:
+        """Decide against all that is being decided, now."""
+        for promise in self._open:
+            promise.is_cancelled = True
+        self.poll()
+
     def _advance(self, promise: Promise) -> None:
         if promise.is_cancelled:
             promise.is_held = False

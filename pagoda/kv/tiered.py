@@ -394,6 +394,7 @@ class TieredCache(LeasedBelow):
     def renew(self, fingerprint: bytes) -> None:
         """See KVCache. What tiers have of the old model is not found any more, and goes as they need room."""
         self._prefetches.clear()
+        self._below.refuse_open()  # they hold blocks as requests do
         super().renew(fingerprint)
         self._keys = self._keys.for_model(fingerprint)
 

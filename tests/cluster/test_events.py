@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from pagoda.cluster.publisher import Publisher
 from pagoda.cluster.subscriber import Subscriber
-from pagoda.cluster.wire import sequence_bytes
+from pagoda.cluster.wire import END, encode, sequence_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.events import BlockEvent, BlockRemoved, BlocksCleared, BlockStored
 from tests.waiting import PATIENCE_S, eventually
@@ -126,6 +127,60 @@ async def test_a_missed_message_is_asked_for() -> None:
             made.store(3)
             await reader.until([1, 2, 3])
             assert subscriber.num_gaps == 1
+
+
+async def test_a_late_answer_is_not_taken_for_the_answer_to_a_later_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.cluster.subscriber._REPLAY_S", 0.2)
+    context = zmq.asyncio.Context()
+    publishing, replaying = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    reader, ports = Reader(), [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publishing, replaying)]
+    subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports), reader.apply)
+    task = asyncio.create_task(subscriber.run())
+
+    def stored(name: int) -> bytes:
+        return encode([BlockStored((name,), None, (), 16)])
+
+    async def tell_until_asked() -> list[bytes]:
+        question = asyncio.ensure_future(replaying.recv_multipart())
+        while not question.done():
+            await publishing.send_multipart([b"", sequence_bytes(5), stored(5)])
+            await asyncio.sleep(0.01)
+        return await question
+
+    try:
+        first = await replaying.recv_multipart()
+        await eventually(lambda: reader.num_cleared == 1)  # it has given up
+        second = await tell_until_asked()
+        await replaying.send_multipart([*first[:-1], END, b""])
+        for number in (3, 4):
+            await replaying.send_multipart([*second[:-1], sequence_bytes(number), stored(number)])
+        await replaying.send_multipart([*second[:-1], END, b""])
+        await reader.until([3, 4, 5])
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+async def test_what_was_lost_last_of_all_is_asked_for_when_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.cluster.subscriber._QUIET_S", 0.05)
+    context = zmq.asyncio.Context()
+    publishing, replaying = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    reader, ports = Reader(), [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publishing, replaying)]
+    subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports), reader.apply)
+    task = asyncio.create_task(subscriber.run())
+    try:
+        asked = await replaying.recv_multipart()
+        await replaying.send_multipart([*asked[:-1], END, b""])
+        asked = await replaying.recv_multipart()
+        payload = encode([BlockStored((7,), None, (), 16)])
+        await replaying.send_multipart([*asked[:-1], sequence_bytes(0), payload])
+        await replaying.send_multipart([*asked[:-1], END, b""])
+        await reader.until([7])
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
 
 
 async def test_what_does_not_fit_the_queue_is_told_anew() -> None:

@@ -137,9 +137,23 @@ async def test_what_is_forgotten_is_forgotten_by_all() -> None:
         tell(made, "/v1/kv/purge", *told)
         made.fleet.servers[1].status = 404  # it has not seen that tenant
         answer = await made.client.post("/v1/kv/purge", json={"tenant": "a"})
-        assert answer.json() == {"purged_blocks": 5, "purged_records": {"dram": 5}, "waiting_tiers": {"disk": 1}}
+        done = {"purged_blocks": 5, "purged_records": {"dram": 5}, "waiting_tiers": {"disk": 1}}
+        assert answer.json() == {**done, "waiting_replicas": {}}
         assert answer.headers["x-pagoda-replica"] == "0,2"
         assert {body for server in made.fleet.servers for body in server.bodies} == {b'{"tenant":"a"}'}
+
+
+@pytest.mark.parametrize("how", ["fails", "is away"])
+async def test_who_did_not_do_what_all_were_to_do_is_named(how: str) -> None:
+    async with bench(2) as made:
+        tell(made, "/v1/kv/purge", {"purged_blocks": 1}, {"purged_blocks": 2})
+        if how == "fails":
+            made.fleet.servers[1].status = 500
+        else:
+            made.fleet.servers[1].refuses = True
+        for _ in range(2):  # the second time it may be known to be down
+            answer = await made.client.post("/v1/kv/purge", json={"tenant": "a"})
+            assert answer.json() == {"purged_blocks": 1, "waiting_replicas": {"1": 1}}
 
 
 async def test_what_only_one_has_comes_from_that_one_though_the_router_has_forgotten_which() -> None:

@@ -18,7 +18,7 @@ from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 NUM_TOKENS, NUM_LEASED = 60, 56
 SCOPE = Scope("a")
@@ -33,8 +33,8 @@ def make(tier: Tier, **config: object) -> EngineCore:
     core, _ = make_core(num_blocks=64, tiers=[(tier, WritePolicy.THROUGH)], max_model_len=256, **config)
     core.cache.retention.limit_blocks = 0
     assert isinstance(core.cache, TieredCache)
-    core.cache.hierarchy.reports()  # asks for its size
-    time.sleep(0.05)
+    hierarchy = core.cache.hierarchy
+    until(lambda: all(report.usage for report in hierarchy.reports()))  # its size is known
     return core
 
 
@@ -210,6 +210,12 @@ def test_a_lease_of_the_pool_on_the_same_prefix_does_not_shorten_it() -> None:
     assert min(left) > 500
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier's answer is waited for however busy the machine is."""
+    monkeypatch.setattr("pagoda.kv.tier_leases._DECIDE_S", PATIENCE_S)
+
+
 def lease_left(tier: Tier) -> list[float]:
     """For how many seconds more the tier keeps each leased record, the shortest first."""
     return sorted(info.lease_until - time.time() for info in tier.scan() if info.lease_until)
@@ -222,6 +228,7 @@ def ask_for(core: EngineCore, num_tokens: int, ttl_s: float) -> LeaseOutcome:
     return finish(core)[0].leases[0]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_short_lease_on_more_does_not_shorten_a_long_one_on_less_granted_or_not() -> None:
     tier = tier_for(8)
     core = make(tier)
@@ -245,6 +252,7 @@ def test_a_short_lease_on_more_does_not_shorten_a_long_one_on_less_granted_or_no
     assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_lease_below_does_not_shorten_what_the_pool_leases() -> None:
     tier = tier_for(4)
     core = make(tier)
@@ -255,8 +263,9 @@ def test_a_lease_below_does_not_shorten_what_the_pool_leases() -> None:
     assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
 
 
+@pytest.mark.usefixtures("patient")
 def test_requests_that_ask_for_the_same_at_once_share_a_lease() -> None:
-    core = make(tier_for(4))
+    core = make(tier_for(8))
     for number in range(3):
         start(core, 0, str(number))
     outcomes = {output.request_id: output.leases for output in finish(core)}
@@ -267,6 +276,7 @@ def test_requests_that_ask_for_the_same_at_once_share_a_lease() -> None:
     assert sum(core.cache._below._taken.values()) == 14 * core.cache.layout.block_bytes
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_a_budget_does_not_allow_is_not_allowed_because_it_was_asked_for_at_once() -> None:
     core = make(tier_for(8), tenants={"a": TenantSpec(lease_bytes=20 * make_core()[0].cache.layout.block_bytes)})
     core.cache.retention.limit_blocks = 0
@@ -277,6 +287,7 @@ def test_what_a_budget_does_not_allow_is_not_allowed_because_it_was_asked_for_at
     assert core.cache.retention.num_refused == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_lease_below_promises_whole_blocks_only() -> None:
     core = make(tier_for(4))
     assert ask_for(core, 59, 60.0).num_tokens == 56
@@ -284,6 +295,7 @@ def test_a_lease_below_promises_whole_blocks_only() -> None:
     assert (lease.num_tokens, lease.num_below) == (56, 14)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_purge_of_more_leaves_a_lease_on_less_what_it_has() -> None:
     tier = tier_for(4)
     core = make(tier)
@@ -301,3 +313,18 @@ def test_a_purge_of_more_leaves_a_lease_on_less_what_it_has() -> None:
     assert not core.cache.retention.leases
     flush(core)
     assert list(tier.scan()) == []
+
+
+def test_another_model_waits_for_no_tiers_answer() -> None:
+    faults = Faults()
+    core = make(FaultyTier(tier_for(4), faults))
+    faults.hang()
+    start(core, 0)
+    while core.has_work and not core._desk.is_waiting:
+        core.step()
+    assert core._desk.is_waiting
+    core.renew(bytes(32))
+    core.cache.check()
+    faults.running.set()
+    assert finish(core)[0].leases[0].held_in is None
+    assert not core.cache.retention.leases
