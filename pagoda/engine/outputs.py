@@ -149,7 +149,7 @@ class RequestStats:
     `prompt` is the request's own array: not to be written to. `miss_reason` says why not more of it hit, as far as that
     was known without looking into other scopes, and None if the request never ran. Of the tokens that hit,
     `num_restored_tokens` came from tiers. The guard of passages had more computed than was asked for in
-    `num_blends_raised` chunks of the prompt, in `num_blends_whole` of them all.
+    `num_blends_raised` chunks of the prompt, in `num_blends_whole` of them all; a prompt that it doubted counts as one.
     """
 
     request_id: str
