@@ -11,6 +11,7 @@ more than computing it, another replica gets the request, and has the prefix fro
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Placement:
         self._policy = policy
         self._load: npt.NDArray[np.float64] = np.zeros(num_replicas)
         self._out: npt.NDArray[np.bool_] = np.ones(num_replicas, dtype=np.bool_)
-        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._sessions: OrderedDict[bytes, int] = OrderedDict()  # by digests: names are as long as clients like
 
     def set_up(self, replica: int, takes_requests: bool) -> None:
         """Let a replica get requests, or no more."""
@@ -84,7 +85,7 @@ class Placement:
         load[list(besides)] = np.inf
         if np.isinf(load).all():
             raise NoReplica("no replica takes requests now")
-        if (last := self._sessions.get(prompt.session or "")) is not None:
+        if prompt.session and (last := self.session(prompt.session)) is not None:
             load[last] -= AFFINITY_TOKENS
         return self._policy.place(self.index.known(prompt), prompt.num_tokens, load)
 
@@ -100,14 +101,15 @@ class Placement:
 
     def remember(self, session: str, replica: int) -> None:
         """A conversation is at a replica from now on."""
-        self._sessions[session] = replica
-        self._sessions.move_to_end(session)
+        name = _digest(session)
+        self._sessions[name] = replica
+        self._sessions.move_to_end(name)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
     def session(self, name: str) -> int | None:
         """The replica that a conversation is at."""
-        return self._sessions.get(name)
+        return self._sessions.get(_digest(name))
 
     def answers(self, placed: Placed) -> None:
         """The first of an answer arrived."""
@@ -121,3 +123,7 @@ class Placement:
     def _weigh(self, placed: Placed, weight: float) -> None:
         self._load[placed.replica] += weight - placed.weight
         placed.weight = weight
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -160,10 +160,11 @@ class Ingress:
                 prompt = read_prompt(parse_object(body), who.encode(), request.headers.get(SESSION_HEADER))
             else:
                 body = await request.body()
-        except RequestError as error:
+        except (RequestError, RecursionError) as error:
             status, code = (error.status, error.code) if isinstance(error, HttpError) else (400, "invalid_value")
             is_anthropic = path.startswith("/v1/messages")
-            return JSONResponse(error_body(status, code, str(error), is_anthropic=is_anthropic), status)
+            said = "The body is nested too deeply." if isinstance(error, RecursionError) else str(error)
+            return JSONResponse(error_body(status, code, said, is_anthropic=is_anthropic), status)
         call = Call(request.method, path, request.url.query.encode(), tuple(request.headers.raw), body, prompt)
         pieces = self._replicas.serve.remote(call)
         status, headers = await anext(aiter(pieces))

@@ -169,6 +169,8 @@ class Router:
             return await self._route(request, is_anthropic)
         except HttpError as error:
             status, code, message = error.status, error.code, str(error)
+        except RecursionError:  # a body that was read may still be too deep to be looked through
+            status, code, message = 400, "invalid_json", "The body is nested too deeply."
         except NoReplica:
             status, code, message = 503, "no_replica", "No replica can answer now; try again shortly."
         except RequestAborted:

@@ -19,7 +19,8 @@ import numpy as np
 from pagoda.errors import TierUnavailable
 from pagoda.kv.fetch import Fetch, Piece
 from pagoda.kv.tiers.records import Found, RecordId, Target, aligned_empty
-from pagoda.kv.transfer import ByteRows, Lane, Workers
+from pagoda.kv.transfer import ByteRows, Lane
+from pagoda.kv.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,11 @@ from ending.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,6 +45,7 @@ from pagoda.kv.tiers.records import (
     Usage,
     readable,
 )
+from pagoda.kv.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -59,42 +59,6 @@ _LOAD_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0,
 
 ByteRows = npt.NDArray[np.uint8]
 """uint8 `[num_records, block_bytes]`."""
-
-
-class Workers:
-    """A few daemon threads that run what is submitted. `ThreadPoolExecutor` would join hung ones when Python exits."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_threads = num_threads
-        for _ in range(num_threads):
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` when a thread is free; cancelling the future before that prevents it."""
-        future: Future[T] = Future()
-
-        def job() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = work()
-                except Exception as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-
-        self._jobs.put(job)
-        return future
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # or what it holds would live until the next one comes
-
-    def close(self) -> None:
-        """Let the threads end when they have run what is queued; waits for none."""
-        for _ in range(self._num_threads):
-            self._jobs.put(None)
 
 
 @dataclass(frozen=True, slots=True)

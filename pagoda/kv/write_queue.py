@@ -195,8 +195,10 @@ class Writer:
             self.put(Write(ids[:room], payloads[:room], owners[:room], self._counted_as))
 
     def put(self, job: Job) -> None:
-        """Queue a job, bounded or not."""
+        """Queue a job. Where the queue is full, one that need not be done is dropped."""
         with self._changed:
+            if not job.must_be_done and self._queued_bytes + job.num_bytes > _QUEUE_BYTES:
+                return
             self._queued_bytes += job.num_bytes
         self._jobs.put(job)
 

@@ -160,6 +160,10 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
                 served.caches.drop(named.namespace, named.id)
         else:
             tokens, scope = await tokens_of(fields), Scope(fields.tenant or "", fields.cache_salt)
+            if not tokens:
+                raise InvalidRequest(
+                    "the prefix has no tokens: without one, all of the tenant is meant", param="prompt"
+                )
             count = await engine.manage(lambda cache: cache.purge_prefix(tokens, scope))
         if count is None:
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")

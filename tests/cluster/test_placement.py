@@ -76,6 +76,14 @@ def test_a_session_stays_unless_that_costs_too_much() -> None:
     placement.end(busy)
 
 
+def test_a_conversations_name_takes_the_same_room_however_long_it_is() -> None:
+    placement = fleet()
+    name = "s" * 100_000
+    home = finished(placement, text(1, session=name))
+    assert placement.session(name) == home
+    assert sum(map(len, placement._sessions)) < 100
+
+
 def test_blocks_that_were_told_beat_what_was_sent() -> None:
     placement = fleet()
     placement.index.apply(0, BlocksCleared())

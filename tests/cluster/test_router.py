@@ -314,6 +314,20 @@ async def test_bodies_are_bounded_and_read_strictly() -> None:
         assert made.counts() == [0, 0]
 
 
+@pytest.mark.parametrize("depth", [300, 600, 900])
+async def test_what_is_nested_deeply_is_answered_or_refused(depth: int) -> None:
+    async with bench() as made:
+        content = '{"messages": [], "tools": ' + '{"a": ' * depth + "1" + "}" * depth + "}"
+        answer = await made.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400)
+
+
+@pytest.mark.parametrize("number", ["2", "-1", "x", "9" * 5000])
+async def test_who_is_no_replica_is_refused(number: str) -> None:
+    async with bench() as made:
+        assert (await made.chat(headers={"x-pagoda-replica": number})).status_code == 400
+
+
 async def test_figures_are_told() -> None:
     async with bench() as made:
         await made.chat()

@@ -392,3 +392,17 @@ def test_nothing_is_kept_for_a_tier_that_is_out_for_good() -> None:
     tiers.lease(ids(2), time.time() + 60)
     assert tiers.is_idle
     tiers.close()
+
+
+def test_leases_are_queued_in_bounds_too(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv.write_queue._QUEUE_BYTES", 1000)
+    tiers = make((FaultyTier(filled(1), faults), WritePolicy.THROUGH))
+    faults.hang()
+    for _ in range(100):
+        tiers.lease(ids(1), time.time() + 60)
+    tiers.delete(ids(1))  # what must be done is
+    assert sum(writer._queued_bytes for writer in tiers._all_writers) < 1100
+    faults.running.set()
+    until(lambda: tiers.is_idle)
+    assert has(tiers.lanes[0].tier, 1) == 0
+    tiers.close()

@@ -17,7 +17,8 @@ from pagoda.kv.keys import NO_OWNER, BlockKey
 from pagoda.kv.speed import Speed
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Corrupt, Failed, Found, LookupResult, Missing, RecordId, Target
-from pagoda.kv.transfer import Lane, Workers
+from pagoda.kv.transfer import Lane
+from pagoda.kv.workers import Workers
 from tests.waiting import PATIENCE_S, until
 
 BYTES = 64

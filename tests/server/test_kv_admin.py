@@ -191,6 +191,7 @@ async def test_a_request_is_purged_by_its_id(folder: Path) -> None:
         {"tenant": "a", "prompt": "x", "system": "y"},
         {"prompt": "x"},
         {"tenant": "acme", "cache_salt": "s"},
+        {"tenant": "acme", "prompt": ""},
         {"request_id": "b", "prompt": "x"},
     ],
 )
