@@ -291,9 +291,30 @@ AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int 
     return Planner(args, batch, threads).make();
 }
 
+void add_mass_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, float* mass, int64_t stride,
+                    std::vector<MassTile>& tasks) {
+    constexpr int64_t kKeys = 8 * kTileKeys;
+    const int64_t group = args.num_heads / args.pool.num_kv_heads;
+    for (const Tile& t : request_tiles(args, batch, request, 1)) {
+        if (t.row_begin != 0) continue;  // one task has all rows, so that no two add to the same entry
+        for (int64_t begin = t.key_begin; begin < batch.context_lens[request]; begin += kKeys) {
+            Tile task = t;
+            task.row_end = (batch.query_start[request + 1] - batch.query_start[request]) * group;
+            task.key_begin = begin;
+            task.key_end = std::min<int64_t>(begin + kKeys, batch.context_lens[request]);
+            tasks.push_back({task, mass + t.kv_head * stride + begin});
+        }
+    }
+}
+
 void attend(DType dtype, const AttentionArgs& args, const Tile& task) {
     thread_local ThreadScratch scratch;
     isa().attention[dtype](args, task, scratch.at_least(isa().attention_scratch_bytes(args.pool.head_dim)));
+}
+
+void find_mass(DType dtype, const AttentionArgs& args, const MassTile& task) {
+    thread_local ThreadScratch scratch;
+    isa().attention_mass[dtype](args, task, scratch.at_least(isa().attention_scratch_bytes(args.pool.head_dim)));
 }
 
 void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& m) {

@@ -50,7 +50,12 @@ AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int 
 // One request's rows, tile by tile and `heads_at_once` KV heads by as many, against all they see.
 std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once);
 
+// The tasks that add what attention a request's rows pay to `mass`, [num_kv_heads, stride], zeroed: once they have attended.
+void add_mass_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, float* mass, int64_t stride,
+                    std::vector<MassTile>& tasks);
+
 void attend(DType dtype, const AttentionArgs& args, const Tile& task);
+void find_mass(DType dtype, const AttentionArgs& args, const MassTile& task);
 void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& rows);
 
 }  // namespace pagoda

@@ -1,69 +1,41 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "activations.h"
 #include "attention_plan.h"
 #include "isa.h"
 
 namespace pagoda {
 namespace {
 
-constexpr int64_t kBlock = 16;             // rows of a block
 constexpr int64_t kPanel = 32;             // outputs of a panel
-constexpr int64_t kPhasesPerLayer = 12;
+constexpr int64_t kPhasesPerLayer = 19;
 constexpr int64_t kOtherPhases = 6;
-
-int64_t blocks(int64_t rows) { return (rows + kBlock - 1) / kBlock; }
-int64_t padded(int64_t rows) { return blocks(rows) * kBlock; }
 
 // Whole pairs of blocks.
 int64_t rows_at_once_of(int64_t num_in) {
     return std::max<int64_t>(1, kCachedX / (2 * kBlock * num_in * static_cast<int64_t>(sizeof(bf16)))) * 2 * kBlock;
 }
 
-// Where a step keeps its activations, one after the other in one allocation.
-class Activations {
-public:
-    Activations(ThreadScratch& scratch, const DecoderTensors& s, bool qk_norm, int64_t rows, int64_t num_logits) {
-        const int64_t attended = int64_t{s.num_heads} * s.head_dim, kv = int64_t{s.num_kv_heads} * s.head_dim;
-        const int64_t all = padded(rows), few = padded(num_logits);
-        for (int pass = 0; pass < 2; pass++) {  // sizes first
-            char* base = pass ? static_cast<char*>(scratch.at_least(used_)) : nullptr;
-            used_ = 0;
-            residual = take<float>(base, all * s.hidden);
-            last_residual = take<float>(base, few * s.hidden);
-            lse = take<float>(base, rows * s.num_heads);
-            units = take<float>(base, std::max(all, few));
-            packed = take<bf16>(base, all * std::max(s.hidden, attended));
-            gated = take<bf16>(base, all * s.inter);
-            qkv = take<bf16>(base, rows * (attended + 2 * kv));
-            normed_q = qk_norm ? take<bf16>(base, rows * attended) : nullptr;
-            normed_k = qk_norm ? take<bf16>(base, rows * kv) : nullptr;
-            out = take<bf16>(base, rows * attended);
-        }
-    }
-    float *residual, *last_residual, *lse, *units;
-    bf16 *packed, *gated, *qkv, *normed_q, *normed_k, *out;
-
-private:
-    template <typename T>
-    T* take(char* base, int64_t count) {
-        const int64_t at = used_;
-        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return reinterpret_cast<T*>(base + at);
-    }
-    int64_t used_ = 0;
-};
-
-// Layers of one group and window attend to the same entries: they share a plan.
+// Layers of one group, window and lengths attend to the same entries: they share a plan.
 struct PlannedAttention {
     int group;
     int64_t window;
+    const int32_t* context_lens;
     AttentionPlan plan;
+};
+
+// One layer's attention, and the tasks that find what of it others want to know.
+struct LayerAttention {
+    AttentionArgs args;
+    size_t plan;
+    std::vector<MassTile> mass;
 };
 
 void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound) {
@@ -75,15 +47,16 @@ void check_range(const char* name, const int64_t* index, int64_t count, int64_t 
     }
 }
 
-Batch batch_of(const StepTensors& step, const GroupTensors& group, int64_t window) {
-    const bool whole = window == std::numeric_limits<int64_t>::max();
+Batch batch_of(const StepTensors& step, const LayerTensors& layer, const LayerStep& own) {
+    const GroupTensors& group = step.groups[layer.group];
+    const bool whole = layer.window == std::numeric_limits<int64_t>::max() && !own.context_lens;
     return {.num_rows = step.num_rows,
             .num_requests = step.num_requests,
             .block_table = group.block_table,
             .block_table_stride = group.block_table_stride,
             .max_blocks = group.max_blocks,
             .query_start = step.query_start,
-            .context_lens = step.context_lens,
+            .context_lens = own.context_lens ? own.context_lens : step.context_lens,
             .mass = nullptr,
             .mass_stride = 0,
             .shared = group.shared,
@@ -104,16 +77,43 @@ public:
         share_(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
     }
 
+    // Fetches for the next layer what this layer's input foretells that it will ask for (InfiniGen, arXiv:2406.19707).
+    void foretell(const LayerTensors& next, const Recalls& recalls) {
+        const int64_t attended = int64_t{s_.num_heads} * s_.head_dim, count = recalls.rows.size();
+        float* residual = std::exchange(residual_, m_.foretold);
+        const int64_t rows = std::exchange(rows_, count);
+        select(residual, recalls.rows.data(), count);
+        norm(next.input_norm, next.qkv);
+        linear(m_.packed, s_.hidden, next.qkv, next.qkv_bias, attended, Sink::kRows, m_.out);
+        share_(blocks(count), [&](int64_t block) {
+            norm_heads(next.q_norm, m_.out, attended, s_.num_heads, m_.normed_q, block * kBlock, std::min(block * kBlock + kBlock, count));
+        });
+        residual_ = residual;
+        rows_ = rows;
+        const bf16* q = next.q_norm ? m_.normed_q : m_.out;
+        recall(recalls, [&](int64_t index, int64_t first_head, float* queries) {
+            widen(q + index * attended + first_head * s_.head_dim, queries);
+            rotate(queries, step_.positions[recalls.rows[index]]);
+        });
+    }
+
+    // Fetches what a layer's own queries ask for.
+    void recall(const Recalls& recalls, const AttentionArgs& args) {
+        recall(recalls, [&](int64_t index, int64_t first_head, float* queries) {
+            widen((const bf16*)args.q + recalls.rows[index] * args.q_row_stride + first_head * args.q_head_stride, queries);
+        });
+    }
+
     // Queries, keys and values; the latter two go to the pool.
-    void project(const LayerTensors& layer, const Pool& pool) {
+    void project(const LayerTensors& layer, const Pool& pool, const int64_t* slots) {
         norm(layer.input_norm, layer.qkv);
         const int64_t heads = s_.num_heads + 2 * s_.num_kv_heads;
         linear(m_.packed, s_.hidden, layer.qkv, layer.qkv_bias, heads * s_.head_dim, Sink::kRows, m_.qkv);
-        const RopeArgs rope = rope_args(layer, pool);
+        const RopeArgs rope = rope_args(layer, pool, slots);
         share_(blocks(rows_), [&](int64_t block) {
             const int64_t begin = block * kBlock, end = std::min(begin + kBlock, rows_);
-            norm_heads(layer.q_norm, 0, s_.num_heads, m_.normed_q, begin, end);
-            norm_heads(layer.k_norm, s_.num_heads, s_.num_kv_heads, m_.normed_k, begin, end);
+            norm_heads(layer.q_norm, m_.qkv, qkv_stride(), s_.num_heads, m_.normed_q, begin, end);
+            norm_heads(layer.k_norm, m_.qkv + s_.num_heads * s_.head_dim, qkv_stride(), s_.num_kv_heads, m_.normed_k, begin, end);
             isa().rope_write_kv[kBF16](rope, begin, end);
         });
         if (pool.staged.slot_of) {
@@ -123,9 +123,10 @@ public:
         }
     }
 
-    void attention(const AttentionArgs& args, const AttentionPlan& plan) {
-        share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, args, plan.tasks[i]); });
-        share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, args, plan, plan.merges[i]); });
+    void attention(const LayerAttention& layer, const AttentionPlan& plan) {
+        share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, layer.args, plan.tasks[i]); });
+        share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, layer.args, plan, plan.merges[i]); });
+        share_(layer.mass.size(), [&](int64_t i) { find_mass(kBF16, layer.args, layer.mass[i]); });
     }
 
     // Nothing reads the other rows any more.
@@ -156,6 +157,38 @@ public:
     }
 
 private:
+    // One task for each row and KV head; `asked(index, first_head, queries)` fills in the queries [group, head_dim] of recall `index`.
+    template <typename Asked>
+    void recall(const Recalls& recalls, Asked asked) {
+        const int64_t heads = s_.num_kv_heads, group = s_.num_heads / heads;
+        share_(recalls.rows.size() * heads, [&](int64_t i) {
+            thread_local std::vector<float> queries;
+            queries.resize(group * s_.head_dim);
+            asked(i / heads, i % heads * group, queries.data());
+            recall_head(recalls.args[i / heads], i % heads, queries.data());
+        });
+    }
+
+    void widen(const bf16* from, float* queries) const {
+        for (int64_t i = 0; i < int64_t{s_.num_heads / s_.num_kv_heads} * s_.head_dim; i++) {
+            const uint32_t bits = uint32_t{from[i].bits} << 16;
+            std::memcpy(queries + i, &bits, sizeof bits);
+        }
+    }
+
+    void rotate(float* queries, int64_t position) const {
+        const float *cos = s_.cos + position * s_.rope_row_stride, *sin = s_.sin + position * s_.rope_row_stride;
+        const int64_t half = s_.head_dim / 2;
+        for (int head = 0; head < s_.num_heads / s_.num_kv_heads; head++) {
+            float *first = queries + head * s_.head_dim, *second = first + half;
+            for (int64_t i = 0; i < half; i++) {
+                const float x = first[i], y = second[i];
+                first[i] = x * cos[i] - y * sin[i];
+                second[i] = y * cos[i] + x * sin[i];
+            }
+        }
+    }
+
     void select(const float* from, const int64_t* index, int64_t rows) {
         const SelectLanesArgs args = {from, index, residual_, rows, s_.hidden};
         share_(blocks(rows), [&](int64_t block) { tiles_.select(args, block); });
@@ -184,10 +217,10 @@ private:
         });
     }
 
-    void norm_heads(const bf16* weight, int64_t first_head, int64_t heads, bf16* out, int64_t begin, int64_t end) {
+    void norm_heads(const bf16* weight, const bf16* x, int64_t stride, int64_t heads, bf16* out, int64_t begin, int64_t end) {
         if (!weight) return;
-        const NormArgs args = {.x = m_.qkv + first_head * s_.head_dim,
-                               .x_row_stride = qkv_stride(),
+        const NormArgs args = {.x = x,
+                               .x_row_stride = stride,
                                .x_head_stride = s_.head_dim,
                                .residual = nullptr,
                                .residual_row_stride = 0,
@@ -200,7 +233,7 @@ private:
         isa().rms_norm[kBF16](args, begin, end);
     }
 
-    RopeArgs rope_args(const LayerTensors& layer, const Pool& pool) const {
+    RopeArgs rope_args(const LayerTensors& layer, const Pool& pool, const int64_t* slots) const {
         const int64_t stride = qkv_stride(), q_width = int64_t{s_.num_heads} * s_.head_dim, k_width = int64_t{s_.num_kv_heads} * s_.head_dim;
         return {.q = layer.q_norm ? m_.normed_q : m_.qkv,
                 .q_row_stride = layer.q_norm ? q_width : stride,
@@ -218,7 +251,7 @@ private:
                           .k_head_stride = s_.head_dim,
                           .v_row_stride = stride,
                           .v_head_stride = s_.head_dim,
-                          .slots = step_.groups[layer.group].slots,
+                          .slots = slots,
                           .pool = pool}};
     }
 
@@ -239,6 +272,11 @@ private:
 NativeDecoder::NativeDecoder(const DecoderTensors& shape, std::vector<LayerTensors> layers)
     : shape_(shape), layers_(std::move(layers)), team_(layers_.size() * kPhasesPerLayer + kOtherPhases) {}
 
+const int64_t* NativeDecoder::slots_of(const StepTensors& step, size_t layer) const {
+    const int64_t* own = step.layers[layer].slots;
+    return own ? own : step.groups[layers_[layer].group].slots;
+}
+
 void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools) const {
     if (isa().tiles == nullptr) throw std::invalid_argument("this instruction set has no matrix tiles");
     if (pools.size() != layers_.size()) throw std::invalid_argument("one pool per layer is needed");
@@ -254,52 +292,71 @@ void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::ve
             throw std::invalid_argument("the pool of layer " + std::to_string(i) + " has another shape");
         }
     }
+    if (step.layers.size() != layers_.size()) throw std::invalid_argument("one step per layer is needed");
     // Layers of a group have the same slots; where blocks are staged, each has strips of its own.
     for (size_t i = 0; i < layers_.size(); i++) {
+        const LayerStep& own = step.layers[i];
         const bool seen = i > 0 && layers_[i].group == layers_[i - 1].group && pools[i].staged.slot_of == pools[i - 1].staged.slot_of;
-        if (!seen) check_slots(pools[i], step.groups[layers_[i].group].slots, step.num_rows);
+        if (!seen || own.slots) check_slots(pools[i], slots_of(step, i), step.num_rows);
+        for (const Recalls* recalls : {&own.own, &own.foretold}) {
+            check_range("rows that recall", recalls->rows.data(), recalls->rows.size(), step.num_rows);
+            for (const RecallArgs& args : recalls->args) {
+                if (args.sketches.group != shape_.num_heads / shape_.num_kv_heads) throw std::invalid_argument("recall is for another number of heads");
+                check_recall(args);
+            }
+        }
     }
+    check_range("mass_of", step.mass_of.data(), step.mass_of.size(), step.num_requests);
 }
 
 void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools, int threads) {
     const std::lock_guard one_call(one_call_);
     check(step, cut, pools);
     const bool qk_norm = layers_[0].q_norm != nullptr;
-    const Activations memory(scratch_, shape_, qk_norm, step.num_rows, step.num_logits);
+    int64_t foretold_rows = 0;
+    for (const LayerStep& own : step.layers) foretold_rows = std::max<int64_t>(foretold_rows, own.foretold.rows.size());
+    const Activations memory(scratch_, shape_, qk_norm, step.num_rows, step.num_logits, foretold_rows);
     std::vector<PlannedAttention> plans;
-    std::vector<size_t> plan_of;
-    std::vector<AttentionArgs> attention;
+    std::vector<LayerAttention> attention;
     for (size_t i = 0; i < layers_.size(); i++) {
         const LayerTensors& layer = layers_[i];
+        const LayerStep& own = step.layers[i];
         const int64_t q_width = int64_t{shape_.num_heads} * shape_.head_dim;
-        attention.push_back({.q = layer.q_norm ? memory.normed_q : memory.qkv,
-                             .q_row_stride = layer.q_norm ? q_width : q_width + 2 * int64_t{shape_.num_kv_heads} * shape_.head_dim,
-                             .q_head_stride = shape_.head_dim,
-                             .num_heads = shape_.num_heads,
-                             .pool = pools[i],
-                             .scale = shape_.scale,
-                             .softcap = 0,
-                             .window = layer.window,
-                             .places = step.places,
-                             .out = memory.out,
-                             .lse = memory.lse});
+        const AttentionArgs args = {.q = layer.q_norm ? memory.normed_q : memory.qkv,
+                                    .q_row_stride = layer.q_norm ? q_width : q_width + 2 * int64_t{shape_.num_kv_heads} * shape_.head_dim,
+                                    .q_head_stride = shape_.head_dim,
+                                    .num_heads = shape_.num_heads,
+                                    .pool = pools[i],
+                                    .scale = shape_.scale,
+                                    .softcap = 0,
+                                    .window = layer.window,
+                                    .places = step.places,
+                                    .out = memory.out,
+                                    .lse = memory.lse};
         const auto same = std::find_if(plans.begin(), plans.end(), [&](const PlannedAttention& p) {
-            return p.group == layer.group && p.window == layer.window;
+            return p.group == layer.group && p.window == layer.window && p.context_lens == own.context_lens;
         });
-        plan_of.push_back(same - plans.begin());
-        const Batch batch = batch_of(step, step.groups[layer.group], layer.window);
-        if (same == plans.end() || pools[i].staged.slot_of) check_attention(attention[i], batch);
-        if (same != plans.end()) continue;
-        plans.push_back({layer.group, layer.window, plan_attention(attention[i], batch, threads)});
+        attention.push_back({args, static_cast<size_t>(same - plans.begin()), {}});
+        const Batch batch = batch_of(step, layer, own);
+        if (same == plans.end() || pools[i].staged.slot_of) check_attention(args, batch);
+        for (size_t m = 0; m < step.mass_of.size(); m++) {
+            if (batch.context_lens[step.mass_of[m]] > step.mass_stride) throw std::invalid_argument("the mass has no room for a context");
+            float* mass = own.mass + m * shape_.num_kv_heads * step.mass_stride;
+            add_mass_tiles(args, batch, step.mass_of[m], mass, step.mass_stride, attention[i].mass);
+        }
+        if (same == plans.end()) plans.push_back({layer.group, layer.window, own.context_lens, plan_attention(args, batch, threads)});
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](auto share) {
         Pass pass(shape_, step, memory, share);
         pass.begin(cut);
         for (size_t i = first; i < layers_.size(); i++) {
-            pass.project(layers_[i], pools[i]);
+            const bool foretells = i + 1 < layers_.size() && !step.layers[i + 1].foretold.rows.empty();
+            if (foretells) pass.foretell(layers_[i + 1], step.layers[i + 1].foretold);
+            pass.project(layers_[i], pools[i], slots_of(step, i));
             if (i == last) return;
-            pass.attention(attention[i], plans[plan_of[i]].plan);
+            if (!step.layers[i].own.rows.empty()) pass.recall(step.layers[i].own, attention[i].args);
+            pass.attention(attention[i], plans[attention[i].plan].plan);
             if (i + 1 == layers_.size()) pass.keep_logits_rows();
             pass.rest_of(layers_[i]);
         }

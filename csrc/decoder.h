@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "recall.h"
 #include "team.h"
 #include "threads.h"
 
@@ -38,11 +39,28 @@ struct GroupTensors {
     int64_t num_shared;
 };
 
+// Rows that recall in a layer, and what they recall.
+struct Recalls {
+    std::vector<int64_t> rows;
+    std::vector<RecallArgs> args;
+};
+
+// What one layer does otherwise than the step says.
+struct LayerStep {
+    const int32_t* context_lens = nullptr;  // null: the step's
+    const int64_t* slots = nullptr;         // null: its group's
+    float* mass = nullptr;                  // [mass_of, num_kv_heads, mass_stride], zeroed: the attention that entries are paid
+    Recalls own, foretold;                  // by the layer's own queries; by those that the layer before foretells
+};
+
 struct StepTensors {
     const int64_t *token_ids, *positions, *logits_rows;
     const int32_t *query_start, *context_lens, *places;  // places: see AttentionArgs
     int64_t num_rows, num_requests, num_logits;
     std::vector<GroupTensors> groups;
+    std::vector<LayerStep> layers;
+    std::vector<int64_t> mass_of;  // requests whose attention mass is asked for
+    int64_t mass_stride;
     float* logits;  // [num_logits, vocab]
 };
 
@@ -65,6 +83,7 @@ public:
     void forward(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools, int threads);
 
 private:
+    const int64_t* slots_of(const StepTensors& step, size_t layer) const;
     void check(const StepTensors& step, const Cut& cut, const std::vector<Pool>& pools) const;
 
     DecoderTensors shape_;

@@ -32,6 +32,7 @@ const IsaTable table = {
 #endif
     .attention_mass = {attention_mass<float>, attention_mass<bf16>, attention_mass<f16>},
     .sketch_margins = {sketch_margins<float>, sketch_margins<bf16>, sketch_margins<f16>},
+    .kth_largest = kth_largest,
     .linear_scratch_bytes = linear_scratch_bytes,
     .linear_pack = linear_pack,
     .linear = linear,

@@ -66,6 +66,58 @@ using Group = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t, int6
 // part, layer, lanes, how many, rows
 using CutAt = std::tuple<int, int64_t, uintptr_t, int64_t, uintptr_t>;
 
+// queries' dtype and sketches' shape aside, in the order of RecallArgs: see recall_at in pagoda/kernels/native.py
+using RecallAt = std::tuple<int, Heads, std::tuple<int64_t, int64_t, int64_t>, uintptr_t, float, std::tuple<uintptr_t, uintptr_t>,
+                            std::tuple<int64_t, int64_t, float>, Heads, int64_t, uintptr_t, std::tuple<uintptr_t, int64_t>>;
+
+RecallArgs recall_args(const RecallAt& r, const Pool& pool) {
+    const auto& [dtype, sketches, shape, columns, scale, changed, wanted, entries, num_entries, slots, table] = r;
+    const auto& [group, width, num_units] = shape;
+    return {.dtype = DType(dtype),
+            .sketches = {.sketches = at<void>(std::get<0>(sketches)),
+                         .head_stride = std::get<1>(sketches),
+                         .row_stride = std::get<2>(sketches),
+                         .group = group,
+                         .width = width,
+                         .num_units = num_units},
+            .columns = at<const float>(columns),
+            .scale = scale,
+            .resident = at<int64_t>(std::get<0>(changed)),
+            .fetched = at<int64_t>(std::get<1>(changed)),
+            .places = std::get<0>(wanted),
+            .unit = std::get<1>(wanted),
+            .alpha = std::get<2>(wanted),
+            .entries = at<void>(std::get<0>(entries)),
+            .entry_head_stride = std::get<1>(entries),
+            .entry_stride = std::get<2>(entries),
+            .num_entries = num_entries,
+            .slots = at<const int64_t>(slots),
+            .pool = pool,
+            .table = at<const int32_t>(std::get<0>(table)),
+            .num_table_blocks = std::get<1>(table)};
+}
+
+// rows that recall: row, what
+using RecallsAt = std::vector<std::tuple<int64_t, RecallAt>>;
+// context_lens, slots, mass, by own queries, foretold
+using LayerStepAt = std::tuple<uintptr_t, uintptr_t, uintptr_t, RecallsAt, RecallsAt>;
+// layers, or none where all do as the step says; requests whose mass is wanted; its stride
+using SteeringAt = std::tuple<std::vector<LayerStepAt>, std::vector<int64_t>, int64_t>;
+
+Recalls recalls(const RecallsAt& given, const Pool& pool) {
+    Recalls result;
+    for (const auto& [row, what] : given) {
+        result.rows.push_back(row);
+        result.args.push_back(recall_args(what, pool));
+    }
+    return result;
+}
+
+LayerStep layer_step(const LayerStepAt& step, const Pool& pool) {
+    const auto& [context_lens, slots, mass, own, foretold] = step;
+    return {at<const int32_t>(context_lens), at<const int64_t>(slots), at<float>(mass), recalls(own, pool), recalls(foretold, pool)};
+}
+
 int64_t window_or_none(int64_t window) { return window > 0 ? window : std::numeric_limits<int64_t>::max(); }
 
 Matrix matrix(const MatrixAt& m) { return {at<const void>(std::get<0>(m)), at<const float>(std::get<1>(m))}; }
@@ -229,34 +281,10 @@ NB_MODULE(_native, m) {
 
     m.def(
         "recall_entries",
-        [](int dtype, uintptr_t queries, Heads sketches, std::tuple<int64_t, int64_t, int64_t> shape, uintptr_t resident,
-           int64_t places, int64_t unit, float alpha, Heads entries, int64_t num_entries, uintptr_t slots,
-           const PoolAt& view, uintptr_t table, int64_t num_table_blocks, int threads) {
-            const auto& [group, width, num_units] = shape;
-            return recall_entries({.dtype = DType(dtype),
-                                   .sketches = {.queries = at<float>(queries),
-                                                .sketches = at<void>(std::get<0>(sketches)),
-                                                .head_stride = std::get<1>(sketches),
-                                                .row_stride = std::get<2>(sketches),
-                                                .group = group,
-                                                .width = width,
-                                                .num_units = num_units},
-                                   .resident = at<int64_t>(resident),
-                                   .places = places,
-                                   .unit = unit,
-                                   .alpha = alpha,
-                                   .entries = at<void>(std::get<0>(entries)),
-                                   .entry_head_stride = std::get<1>(entries),
-                                   .entry_stride = std::get<2>(entries),
-                                   .num_entries = num_entries,
-                                   .slots = at<int64_t>(slots),
-                                   .pool = pool(view),
-                                   .table = at<int32_t>(table),
-                                   .num_table_blocks = num_table_blocks},
-                                  threads);
+        [](uintptr_t queries, const RecallAt& recall, const PoolAt& view, int threads) {
+            recall_entries(recall_args(recall, pool(view)), at<const float>(queries), threads);
         },
-        "dtype"_a, "queries"_a, "sketches"_a, "shape"_a, "resident"_a, "places"_a, "unit"_a, "alpha"_a, "entries"_a,
-        "num_entries"_a, "slots"_a, "view"_a, "table"_a, "num_table_blocks"_a, "threads"_a, release);
+        release);
 
     nb::class_<NativeDecoder>(m, "Decoder")
         .def("__init__",
@@ -286,7 +314,8 @@ NB_MODULE(_native, m) {
             "forward",
             [](NativeDecoder& self, uintptr_t token_ids, uintptr_t positions, uintptr_t logits_rows, uintptr_t query_start,
                uintptr_t context_lens, uintptr_t places, int64_t num_rows, int64_t num_requests, int64_t num_logits,
-               const std::vector<Group>& groups, const std::vector<PoolAt>& views, uintptr_t logits, const CutAt& cut, int threads) {
+               const std::vector<Group>& groups, const std::vector<PoolAt>& views, uintptr_t logits, const CutAt& cut,
+               const SteeringAt& steering, int threads) {
                 StepTensors step = {.token_ids = at<const int64_t>(token_ids),
                                     .positions = at<const int64_t>(positions),
                                     .logits_rows = at<const int64_t>(logits_rows),
@@ -297,6 +326,9 @@ NB_MODULE(_native, m) {
                                     .num_requests = num_requests,
                                     .num_logits = num_logits,
                                     .groups = {},
+                                    .layers = {},
+                                    .mass_of = std::get<1>(steering),
+                                    .mass_stride = std::get<2>(steering),
                                     .logits = at<float>(logits)};
                 for (const auto& [table, stride, max_blocks, slots, shared, num_shared] : groups) {
                     step.groups.push_back({at<const int32_t>(table), stride, max_blocks, at<const int64_t>(slots),
@@ -304,6 +336,9 @@ NB_MODULE(_native, m) {
                 }
                 std::vector<Pool> pools;
                 for (const PoolAt& view : views) pools.push_back(pool(view));
+                const auto& layers = std::get<0>(steering);
+                step.layers.resize(pools.size());
+                for (size_t i = 0; i < layers.size() && i < pools.size(); i++) step.layers[i] = layer_step(layers[i], pools[i]);
                 const auto& [part, layer, lanes, num_lanes, rows] = cut;
                 self.forward(step, {Cut::Part(part), layer, at<float>(lanes), num_lanes, at<const int64_t>(rows)}, pools, threads);
             },

@@ -12,7 +12,11 @@ namespace pagoda {
 struct RecallArgs {
     DType dtype;  // of sketches
     SketchArgs sketches;
+    // What a query is multiplied by before it meets a sketch, [heads, head_dim, width]; null: its positive and its negative part do.
+    const float* columns;
+    float scale;        // of scores
     int64_t* resident;  // [heads, places]; changed
+    int64_t* fetched;   // [heads]: units that came are added
     int64_t places, unit;
     float alpha;  // units further below the best than this are left where they are
     const void* entries;
@@ -24,7 +28,13 @@ struct RecallArgs {
     int64_t num_table_blocks;
 };
 
-// Returns how many units were copied, over all heads. Raises std::invalid_argument before anything is written.
-int64_t recall_entries(const RecallArgs& args, int threads);
+// Raises std::invalid_argument for ids out of range.
+void check_recall(const RecallArgs& args);
+
+// One KV head's share, after `check_recall`; `queries` [group, head_dim] are those of the query heads that read it.
+void recall_head(const RecallArgs& args, int64_t head, const float* queries);
+
+// All heads; `queries` [heads * group, head_dim]. Raises std::invalid_argument before anything is written.
+void recall_entries(const RecallArgs& args, const float* queries, int threads);
 
 }  // namespace pagoda

@@ -42,11 +42,11 @@ void score_all(const SketchArgs& a, const T* sketches, const float* queries, flo
     }
 }
 
-// Fills `margins` [padded]: how far each unit is below the best one of the query that wants it most. `scores` is scratch.
+// Fills `margins` [padded]: how far each unit is below the best one of the query that wants it most. `queries` [group, width] are
+// those of the head, `scores` is scratch.
 template <typename T>
-void sketch_margins(const SketchArgs& a, int64_t head, float* scores, float* margins) {
+void sketch_margins(const SketchArgs& a, int64_t head, const float* queries, float* scores, float* margins) {
     const T* sketches = (const T*)a.sketches + head * a.head_stride;
-    const float* queries = a.queries + head * a.group * a.width;
     const int64_t padded = padded_units(a.num_units);
     for (int64_t j = 0; j < a.group;) {
         const int64_t left = a.group - j;
@@ -73,6 +73,29 @@ void sketch_margins(const SketchArgs& a, int64_t head, float* scores, float* mar
             store(margins + i, j == 0 ? below : max(load(margins + i), below));
         }
     }
+}
+
+// The k-th largest of n values, none of them above zero; n is whole tiles. Below zero a larger value has smaller bits, and how many
+// values have bits up to some bound is counted faster, for each bit of the answer, than values could be put in order.
+inline float kth_largest(const float* values, int64_t n, int64_t k) {
+    constexpr int32_t kMagnitude = 0x7fffffff;
+    int32_t bits = 0;  // the largest that fewer than k values are below
+    for (int bit = 30; bit >= 0; bit--) {
+        const int32_t bound = bits | (1 << bit);
+        IntVec fewer = {};  // minus the number of those below the bound, lane by lane
+        for (int64_t i = 0; i < n; i += kWidth) {
+            IntVec v;
+            memcpy(&v, values + i, sizeof v);
+            fewer += (v & kMagnitude) < bound;
+        }
+        int64_t count = 0;
+        for (int lane = 0; lane < kWidth; lane++) count -= fewer[lane];
+        if (count < k) bits = bound;
+    }
+    const int32_t negative = bits | ~kMagnitude;
+    float value;
+    memcpy(&value, &negative, sizeof value);
+    return value;
 }
 
 }  // namespace

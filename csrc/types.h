@@ -164,7 +164,6 @@ struct MassTile {
 
 // What is known of units of tokens that are not in the pool, against queries: see sketch_scores.h.
 struct SketchArgs {
-    const float* queries;  // [heads, group, width]
     const void* sketches;  // [heads, width, num_units], the last dimension contiguous
     int64_t head_stride, row_stride;
     int64_t group, width, num_units;
@@ -264,7 +263,8 @@ struct IsaTable {
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
-    void (*sketch_margins[kNumDTypes])(const SketchArgs&, int64_t head, float* scores, float* margins);
+    void (*sketch_margins[kNumDTypes])(const SketchArgs&, int64_t head, const float* queries, float* scores, float* margins);
+    float (*kth_largest)(const float* values, int64_t n, int64_t k);
     // Outputs [out_begin, out_end) of all rows; x and out are BF16. `packed_x` is what linear_pack wrote for each block of 16 rows.
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);

@@ -34,6 +34,8 @@ from pagoda.kernels.dispatch import (
     write_kv,
 )
 from pagoda.kernels.fused import FusedDecoder, can_fuse
+from pagoda.kernels.recall import Recall
+from pagoda.kernels.steering import LayerStep, RowRecall, Steering
 from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
 
 __all__ = [
@@ -41,9 +43,13 @@ __all__ = [
     "FusedDecoder",
     "Int8Matrix",
     "KVView",
+    "LayerStep",
     "Matrix",
+    "Recall",
+    "RowRecall",
     "SharedPrefix",
     "Staging",
+    "Steering",
     "add_rms_norm",
     "backend_name",
     "can_fuse",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels.types import FLOATS, KV_FORMATS, Int8Matrix, KVView, Matrix, Staging
+
+if TYPE_CHECKING:
+    from pagoda.kernels.recall import Recall
 
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -171,36 +176,46 @@ def _check_staging(staging: Staging, view: KVView) -> None:
         _check_rows(name, part)
 
 
-def check_recall(
-    queries: torch.Tensor,
-    sketches: torch.Tensor,
-    resident: torch.Tensor,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-    view: KVView,
-    table: torch.Tensor,
-    unit: int,
-) -> None:
-    """The arguments of `recall_entries`."""
+def check_recall(recall: Recall) -> None:
+    """See Recall."""
+    sketches, columns, resident, view, entries = (
+        recall.sketches,
+        recall.columns,
+        recall.resident,
+        recall.view,
+        recall.entries,
+    )
     check_view(view)
     num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
     _check_float("sketches", sketches)
     if sketches.dim() != 3 or sketches.shape[0] != num_kv_heads:
         raise KernelError(f"sketches must be [{num_kv_heads}, width, units]; got {_show(sketches)}")
     _check_rows("sketches", sketches)
-    num_units = sketches.shape[2]
-    if queries.dim() != 3 or queries.shape[::2] != sketches.shape[:2] or not _is_plain(queries, torch.float32):
-        raise KernelError(f"queries must be a contiguous float32 [{num_kv_heads}, group, width]; got {_show(queries)}")
+    _, width, num_units = sketches.shape
+    if columns is None and width != 2 * head_dim:
+        raise KernelError(f"sketches of bounds must be {2 * head_dim} wide; got {_show(sketches)}")
+    asked = (num_kv_heads, head_dim, width)
+    if columns is not None and (columns.shape != asked or not _is_plain(columns, torch.float32)):
+        raise KernelError(f"columns must be a contiguous float32 {list(asked)}; got {_show(columns)}")
     if resident.dim() != 2 or resident.shape[0] != num_kv_heads or not _is_plain(resident, torch.int64):
         raise KernelError(f"resident must be a contiguous int64 [{num_kv_heads}, places]; got {_show(resident)}")
-    if not 0 < resident.shape[1] <= num_units or unit < 1 or view.is_quantized:
+    if not 0 < resident.shape[1] <= num_units or recall.unit < 1 or view.is_quantized:
         raise KernelError("recall needs a place, a unit for each place, tokens in units, and views in full")
     if entries.dim() != 4 or (entries.shape[0], *entries.shape[2:]) != (num_kv_heads, 2, head_dim):
         raise KernelError(f"entries must be [{num_kv_heads}, slots, 2, {head_dim}]; got {_show(entries)}")
     if not entries[0, 0].is_contiguous():
         raise KernelError("the key and the value of an entry must lie side by side")
-    _check_index("slots", slots, torch.int64, num_units * unit)
-    _check_index("table", table, torch.int32, table.numel())
+    _check_index("fetched", recall.fetched, torch.int64, num_kv_heads)
+    _check_index("slots", recall.slots, torch.int64, num_units * recall.unit)
+    _check_index("table", recall.table, torch.int32, recall.table.numel())
+
+
+def check_asked(queries: torch.Tensor, recall: Recall) -> None:
+    """`queries` `[n * num_kv_heads, head_dim]`."""
+    _check_float("queries", queries)
+    num_kv_heads, head_dim = recall.view.keys.shape[1], recall.view.head_dim
+    if queries.dim() != 2 or queries.shape[1] != head_dim or queries.shape[0] % num_kv_heads:
+        raise KernelError(f"queries must be [n * {num_kv_heads}, {head_dim}]; got {_show(queries)}")
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -221,6 +236,16 @@ def check_step(
     _check_index("query_start", query_start, torch.int32, num_requests + 1)
     _check_index("context_lens", context_lens, torch.int32, num_requests)
     _check_index("logits_rows", logits_rows, torch.int64, logits_rows.numel())
+
+
+def check_layer_step(
+    context_lens: torch.Tensor | None, slots: torch.Tensor | None, num_rows: int, num_requests: int
+) -> None:
+    """int32 per request and int64 per row, if there are any."""
+    if context_lens is not None:
+        _check_index("context_lens", context_lens, torch.int32, num_requests)
+    if slots is not None:
+        _check_index("slots", slots, torch.int64, num_rows)
 
 
 def check_places(places: torch.Tensor | None, num_rows: int) -> None:

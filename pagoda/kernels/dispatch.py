@@ -15,6 +15,7 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import checks, reference
+from pagoda.kernels.recall import Recall
 from pagoda.kernels.types import AttentionOutput, KVView, Matrix, SharedPrefix
 
 
@@ -284,43 +285,19 @@ def paged_attention(
     return result
 
 
-def recall_entries(
-    queries: torch.Tensor,
-    sketches: torch.Tensor,
-    resident: torch.Tensor,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-    view: KVView,
-    table: torch.Tensor,
-    *,
-    unit: int,
-    alpha: float,
-) -> int:
+def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     """Copy what one row's queries want of a request's KV from host memory into its places in the pool.
 
-    For each KV head the units (runs of `unit` tokens) that score best by their sketches come over those in a place that
-    score worst, as long as they score better and within `alpha` of the best: InfiniGen's choice, arXiv:2406.19707, of
-    what is not there yet. Scores are float32. Mutates `resident` and the pool, only in the blocks of the places.
+    For each KV head the units that score best by their sketches come over those in a place that score worst, as long as
+    they score better and within `alpha` of the best: InfiniGen's choice, arXiv:2406.19707, of what is not there yet.
+    Scores are float32. Mutates the pool, `resident` and `fetched`, as Recall says.
 
     Args:
-        queries: float32 `[num_kv_heads, group, width]`, sketches of the queries that share a KV head.
-        sketches: `[num_kv_heads, width, units]`; a unit's score is its product with a query.
-        resident: int64 `[num_kv_heads, places]`, the unit in each place, all different.
-        entries: `[num_kv_heads, num_slots, 2, head_dim]`, keys and values in host memory.
-        slots: int64 `[units * unit]`, where in `entries` each token is.
-        view: one layer of the pool, not quantized.
-        table: int32, the request's block ids; place `p` has its entries from `p * unit` on.
-        unit: tokens that come together.
-        alpha: how far below the best score of a query a unit still comes; infinity: any distance.
-
-    Returns:
-        How many units came, over all KV heads.
+        queries: `[num_heads, head_dim]`, rotated.
+        recall: what is wanted, and what there is.
 
     Raises:
         KernelError: wrong shapes, dtypes or strides, or ids out of range; then nothing is written.
     """
-    checks.check_recall(queries, sketches, resident, entries, slots, view, table, unit)
-    result: int = _backend_for(view.keys).recall_entries(
-        queries, sketches, resident, entries, slots, view, table, unit=unit, alpha=alpha
-    )
-    return result
+    checks.check_asked(queries, recall)
+    _backend_for(recall.view.keys).recall_entries(queries, recall)

@@ -16,6 +16,7 @@ import torch
 from pagoda.errors import KernelError
 from pagoda.kernels import checks
 from pagoda.kernels.dispatch import backend_name
+from pagoda.kernels.steering import NO_STEERING, Steering, steering_at
 from pagoda.kernels.types import Int8Matrix, KVView, Matrix, SharedPrefix
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
@@ -101,7 +102,7 @@ class FusedDecoder:
         import pagoda._native as _native
 
         self._tensors = (layers, embedding, final_norm, lm_head, cos, sin)
-        self._shape = (num_kv_heads, head_dim)
+        self._shape, self._num_heads = (num_kv_heads, head_dim), num_heads
         self._vocab_size, self._hidden_size = lm_head.shape
         self._views: tuple[KVView, ...] = ()
         self._parts: list[tuple[object, ...]] = []
@@ -150,6 +151,29 @@ class FusedDecoder:
         """
         return self._run(step, views, shared, _Cut.WHOLE, HalfStep(0, 0, torch.empty(0)), None)
 
+    def steered(
+        self,
+        step: StepTensors,
+        views: Sequence[KVView],
+        shared: Sequence[Sequence[SharedPrefix]],
+        steering: Steering,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute one step whose layers do some things otherwise. Mutates what is recalled, too.
+
+        Arguments and errors as for `forward`, and:
+            steering: entries that it recalls must be stored in host memory as they are in the views.
+
+        Returns:
+            The logits, and the attention mass of each layer, as AttentionOutput has it, of the requests that steering
+            names: float32 `[num_layers, requests, num_kv_heads, n]`, n at least the longest of their contexts.
+        """
+        num_rows, num_requests = step.token_ids.shape[0], step.context_lens.shape[0]
+        longest = steering.longest(step.context_lens)
+        mass = torch.zeros(len(steering.layers), len(steering.mass_of), self._shape[0], longest)
+        at = steering_at(steering, mass, num_rows, num_requests, self._num_heads)
+        logits = self._run(step, views, shared, _Cut.WHOLE, HalfStep(0, 0, torch.empty(0)), None, at)
+        return logits, mass
+
     def begin(
         self, step: StepTensors, views: Sequence[KVView], shared: Sequence[Sequence[SharedPrefix]], layer: int
     ) -> HalfStep:
@@ -187,6 +211,7 @@ class FusedDecoder:
         part: _Cut,
         half: HalfStep,
         rows: torch.Tensor | None,
+        steering: tuple[object, ...] = NO_STEERING,
     ) -> torch.Tensor:
         self._see(views)
         num_rows, num_requests = step.token_ids.shape[0], step.context_lens.shape[0]
@@ -217,6 +242,7 @@ class FusedDecoder:
             self._parts,
             logits.data_ptr(),
             (int(part), half.layer, half.lanes.data_ptr(), half.num_rows, _address(rows)),
+            steering,
             torch.get_num_threads(),
         )
         return logits

@@ -13,6 +13,7 @@ import torch
 import pagoda._native as _native
 from pagoda.errors import ConfigError, KernelError
 from pagoda.kernels import reference
+from pagoda.kernels.recall import Recall
 from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -254,41 +255,33 @@ def paged_attention(
     return AttentionOutput(out, lse, mass)
 
 
-def recall_entries(
-    queries: torch.Tensor,
-    sketches: torch.Tensor,
-    resident: torch.Tensor,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-    view: KVView,
-    table: torch.Tensor,
-    *,
-    unit: int,
-    alpha: float,
-) -> int:
+def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     """See `dispatch.recall_entries`. Where copying converts, the reference does it."""
-    if not view.is_plain(entries.dtype):
-        return reference.recall_entries(
-            queries, sketches, resident, entries, slots, view, table, unit=unit, alpha=alpha
-        )
-    count: int = _native.recall_entries(
-        _DTYPES[sketches.dtype],
-        queries.data_ptr(),
-        _heads(sketches),
-        (*queries.shape[1:], sketches.shape[2]),
-        resident.data_ptr(),
-        resident.shape[1],
-        unit,
-        alpha,
-        _heads(entries),
-        entries.shape[1],
-        slots.data_ptr(),
-        pool_at(view),
-        table.data_ptr(),
-        table.numel(),
-        torch.get_num_threads(),
+    if not recall.only_copies:
+        return reference.recall_entries(queries, recall)
+    wide = queries.float().contiguous()
+    _native.recall_entries(
+        wide.data_ptr(), recall_at(recall, len(queries)), pool_at(recall.view), torch.get_num_threads()
     )
-    return count
+
+
+def recall_at(recall: Recall, num_heads: int) -> tuple[object, ...]:
+    """What is recalled, as the extension takes it; the view goes apart."""
+    sketches, resident = recall.sketches, recall.resident
+    num_kv_heads, width, num_units = sketches.shape
+    return (
+        _DTYPES[sketches.dtype],
+        _heads(sketches),
+        (num_heads // num_kv_heads, width, num_units),
+        0 if recall.columns is None else recall.columns.data_ptr(),
+        recall.scale,
+        (resident.data_ptr(), recall.fetched.data_ptr()),
+        (resident.shape[1], recall.unit, recall.alpha),
+        _heads(recall.entries),
+        recall.entries.shape[1],
+        recall.slots.data_ptr(),
+        (recall.table.data_ptr(), recall.table.numel()),
+    )
 
 
 def _heads(x: torch.Tensor) -> tuple[int, int, int]:

@@ -1,16 +1,62 @@
-"""Recall in plain torch: which units of tokens come into a request's places, and over which of those there.
-
-resident[head]   | unit 7 | unit 0 | unit 31 | ...     which unit is in each place
-table            place p has entries p * unit .. p * unit + unit - 1 of the request
-entries          [heads, slots, key | value, head_dim]; token t of the request is in slot slots[t]
-"""
+"""Recall: which units of tokens come into a request's places, and over which of those there; its reference in torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from pagoda.errors import KernelError
+from pagoda.kernels import checks
 from pagoda.kernels.types import KVView
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What of one request's KV in host memory may come into its places in one layer of the pool; owns nothing.
+
+        resident[head]   | unit 7 | unit 0 | unit 31 | ...     which unit (run of `unit` tokens) is in each place
+        table            place p has entries p * unit .. p * unit + unit - 1 of the request
+
+    A unit's score is its sketch times a query times `columns`, or, where there are none, times the query's positive
+    part and its negative part, one after the other: the width is then twice a head's.
+
+    Attributes:
+        sketches: `[num_kv_heads, width, units]`.
+        columns: float32 `[num_kv_heads, head_dim, width]`, or None.
+        scale: multiplies scores.
+        resident: int64 `[num_kv_heads, places]`, all different. Recalling changes it.
+        fetched: int64 `[num_kv_heads]`: recalling adds the units that came.
+        entries: `[num_kv_heads, num_slots, 2, head_dim]`, keys and values in host memory.
+        slots: int64 `[units * unit]`, where in `entries` each token is.
+        view: the layer, not quantized. Recalling changes the blocks of the places.
+        table: int32, the request's block ids.
+        unit: tokens that come together.
+        alpha: how far below the best score of a query a unit still comes; infinity: any distance.
+
+    Raises:
+        KernelError: wrong shapes, dtypes or strides.
+    """
+
+    sketches: torch.Tensor
+    columns: torch.Tensor | None
+    scale: float
+    resident: torch.Tensor
+    fetched: torch.Tensor
+    entries: torch.Tensor
+    slots: torch.Tensor
+    view: KVView
+    table: torch.Tensor
+    unit: int
+    alpha: float
+
+    def __post_init__(self) -> None:
+        checks.check_recall(self)
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether entries are stored in the pool as they are in host memory."""
+        return self.view.is_plain(self.entries.dtype)
 
 
 def margins(queries: torch.Tensor, sketches: torch.Tensor) -> torch.Tensor:
@@ -48,37 +94,35 @@ def swaps(
     return heads, places[heads, rank], units[heads, rank]
 
 
-def recall_entries(
-    queries: torch.Tensor,
-    sketches: torch.Tensor,
-    resident: torch.Tensor,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-    view: KVView,
-    table: torch.Tensor,
-    *,
-    unit: int,
-    alpha: float,
-) -> int:
+def sketched(queries: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """What sketches are multiplied by: `[num_kv_heads, group, width]` of queries `[num_kv_heads, group, head_dim]`."""
+    if columns is None:
+        return torch.cat([queries.clamp_min(0), queries.clamp_max(0)], dim=-1)
+    return queries @ columns
+
+
+def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     """See `dispatch.recall_entries`."""
+    view, unit, resident = recall.view, recall.unit, recall.resident
     block_size = view.keys.shape[2]
-    used = table[: -(-resident.shape[1] * unit // block_size)].long()
-    _check_ids("resident", resident, sketches.shape[2])
-    _check_ids("slots", slots, entries.shape[1])
+    used = recall.table[: -(-resident.shape[1] * unit // block_size)].long()
+    _check_ids("resident", resident, recall.sketches.shape[2])
+    _check_ids("slots", recall.slots, recall.entries.shape[1])
     _check_ids("table", used, view.keys.shape[0])
     if used.numel() * block_size < resident.shape[1] * unit:
         raise KernelError("the table has fewer blocks than the places need")
-    heads, places, units = swaps(margins(queries, sketches), resident, alpha)
+    grouped = queries.float().view(resident.shape[0], -1, queries.shape[-1]) * recall.scale
+    heads, places, units = swaps(margins(sketched(grouped, recall.columns), recall.sketches), resident, recall.alpha)
     offsets = torch.arange(unit, device=units.device)
     tokens = (units[:, None] * unit + offsets).flatten()
     at = (places[:, None] * unit + offsets).flatten()
     of_head = heads.repeat_interleave(unit)
-    rows = entries[of_head.to(entries.device), slots[tokens.to(slots.device)]]
+    rows = recall.entries[of_head.to(recall.entries.device), recall.slots[tokens.to(recall.slots.device)]]
     blocks, within = used[at // block_size], at % block_size
     view.keys[blocks, of_head, within] = rows[:, 0].to(view.keys)
     view.values[blocks, of_head, within] = rows[:, 1].to(view.values)
     resident[heads, places] = units
-    return int(units.numel())
+    recall.fetched.add_(heads.bincount(minlength=len(resident)))
 
 
 def _check_ids(name: str, ids: torch.Tensor, bound: int) -> None:

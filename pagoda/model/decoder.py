@@ -33,7 +33,7 @@ from pagoda.kernels import (
     silu_mul,
 )
 from pagoda.model.batch import ForwardBatch
-from pagoda.model.hooks import LayerHook, LayerInputHook, Narrowing
+from pagoda.model.hooks import LayerHook, LayerInputHook, Narrowing, SteeringHook
 from pagoda.model.lora import AdapterRows
 from pagoda.model.rope import RopeSpec
 from pagoda.model.spec import ModelSpec
@@ -118,7 +118,12 @@ class Decoder:
         """
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0])
-        if hook is None and adapters is None and self._can_fuse:
+        can_fuse = self._can_fuse and adapters is None
+        if can_fuse and isinstance(hook, SteeringHook) and (steering := hook.steering(batch)) is not None:
+            logits, mass = self._fused_for(tuple(group_of_layer)).steered(batch, kv, shared, steering)
+            hook.after_layers(batch, mass)
+            return logits
+        if can_fuse and hook is None:
             fused = self._fused_for(tuple(group_of_layer))
             if narrowing is None:
                 return fused.forward(batch, kv, shared)

@@ -5,7 +5,8 @@ before_layer ── qkv ── before_attention ── rotate, write KV ── n
      └ looks ahead            └ which KV the layer writes, reads  │                      └ sees the attention
                                                                   └ at one layer: which rows go on
 
-A hook is called at every layer. A narrowing is called once, so that the layers before it and those after it may still
+A hook is called at every layer, unless it can say before the first one what it will do in all of them (SteeringHook):
+then one native call runs them. A narrowing is called once, so that the layers before it and those after it may still
 run in one native call each.
 """
 
@@ -16,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from pagoda.kernels import AttentionOutput
+from pagoda.kernels import AttentionOutput, Steering
 from pagoda.model.batch import ForwardBatch
 
 
@@ -108,4 +109,17 @@ class LayerInputHook(LayerHook, Protocol):
 
         `Decoder.queries` says what this or a later layer would ask with it.
         """
+        ...
+
+
+@runtime_checkable
+class SteeringHook(LayerHook, Protocol):
+    """A hook that knows what it does in every layer before the first one, so that it need not be called in each."""
+
+    def steering(self, batch: ForwardBatch) -> Steering | None:
+        """What the layers do otherwise than `batch` says; None: the hook must be called in each."""
+        ...
+
+    def after_layers(self, batch: ForwardBatch, mass: torch.Tensor) -> None:
+        """See the attention mass of the requests that steering named, `[num_layers, requests, num_kv_heads, n]`."""
         ...

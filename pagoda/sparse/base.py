@@ -7,7 +7,7 @@ sequence, which lives as long as the request does and which the engine asks arou
                 make_room(lease)     compress now, if it is due; may raise OutOfBlocks, as reserving may
     runner      rotary_offset        token position - rotary position of the rows that come next
                 uses_hook, wants_mass
-    decoder     before_attention     per layer: where this request's rows are written and what they see
+    decoder     place                per layer: where this request's rows are written and what they see
                 after_attention      per layer: what attention they paid
     scheduler   forget(lease)        preempted: it starts again from nothing
 
@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import KVCache
 from pagoda.kv.lease import Lease
 from pagoda.sparse.report import SparseReport
@@ -62,12 +61,10 @@ class Place:
     Attributes:
         context_len: KV entries that the last row sees, itself included; the rows are the last entries.
         slots: int64 `[rows]`, where keys and values of the rows are written.
-        table: int32 block ids of the entries, in order; None: those of the lease.
     """
 
     context_len: int
     slots: npt.NDArray[np.int64]
-    table: BlockIds | None = None
 
 
 class SparseSequence(Protocol):
@@ -95,24 +92,22 @@ class SparseSequence(Protocol):
         ...
 
     def uses_hook(self, start: int, stop: int) -> bool:
-        """Whether the layers must call `before_attention` and `after_attention` for these rows."""
+        """Whether layers do anything else for these rows than for those of other requests."""
         ...
 
     def wants_mass(self, start: int, stop: int) -> bool:
         """Whether `after_attention` needs the attention mass."""
         ...
 
-    def before_attention(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
-    ) -> Place | None:
-        """See the request's rows, not yet rotated, `[rows, heads, head_dim]`, the first being token `start`.
-
-        Returns where they are in this layer; None: where the lease says.
-        """
+    def place(self, layer: int, lease: Lease, start: int, stop: int) -> Place | None:
+        """Where the request's rows are in a layer; None: where the lease and the layers of the first group say."""
         ...
 
-    def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
-        """See the attention mass of the entries, float32 `[num_kv_heads, context_len]`, a view that must be copied."""
+    def after_attention(self, layer: int, mass: torch.Tensor, start: int, stop: int) -> None:
+        """See the attention mass of the entries, float32 `[num_kv_heads, context_len]`, a view that must be copied.
+
+        Called if `wants_mass`.
+        """
         ...
 
     def fork(self, lease: Lease) -> Self:

@@ -26,6 +26,7 @@ class HostPool:
     """A bounded number of token slots. Its memory is taken from the system as it is first written.
 
     Attributes:
+        num_kv_heads: of each layer.
         bytes_per_entry: of a token's key and value in one layer and KV head.
         num_fetched_bytes: what was brought to the device so far, counted by those who bring it.
 
@@ -34,6 +35,7 @@ class HostPool:
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, num_bytes: int) -> None:
+        self.num_kv_heads = num_kv_heads
         self.bytes_per_entry = 2 * head_dim * DTYPE_BYTES[dtype]
         self.bytes_per_token = num_layers * num_kv_heads * self.bytes_per_entry
         num_blocks = max(1, num_bytes // (BLOCK * self.bytes_per_token))

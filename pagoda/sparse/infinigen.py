@@ -61,6 +61,6 @@ class PartialKeys:
         """See Sketch."""
         return keys.float() @ self._skew.keys[layer]
 
-    def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def columns(self, layer: int) -> torch.Tensor:
         """See Sketch."""
-        return queries.float() @ self._skew.queries[layer]
+        return self._skew.queries[layer]

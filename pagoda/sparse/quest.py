@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from pagoda.sparse.host import RecallMemory
 from pagoda.sparse.recall import Sketch
@@ -58,6 +57,5 @@ class KeyBounds:
         grouped = keys.reshape(keys.shape[0], -1, self.unit, keys.shape[2])
         return torch.cat([grouped.amax(2), grouped.amin(2)], dim=-1)
 
-    def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def columns(self, layer: int) -> None:
         """See Sketch. A product is largest with the greatest value where the query is positive, else with the least."""
-        return torch.cat([F.relu(queries), -F.relu(-queries)], dim=-1)

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from pagoda.kernels import KVView, recall_entries
+from pagoda.kernels import KVView, Recall
+from pagoda.kv.allocator import BlockIds
 from pagoda.sparse.host import HostPool
 
 
@@ -38,8 +39,8 @@ class Sketch(Protocol):
         """From rotated keys `[num_kv_heads, units * unit, head_dim]`, `[num_kv_heads, units, width]`."""
         ...
 
-    def of_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """From scaled, rotated queries `[num_kv_heads, group, head_dim]`, `[num_kv_heads, group, width]`."""
+    def columns(self, layer: int) -> torch.Tensor | None:
+        """What rotated queries are multiplied by before they meet sketches: see Recall."""
         ...
 
 
@@ -57,14 +58,12 @@ class RecalledKV:
         num_tokens: tokens in host memory.
         num_units: units that are fetched from there; later tokens are on the device anyway.
         resident: per layer, the unit in each place, int64 `[num_kv_heads, places]`.
-        num_fetched: pairs of token and KV head that were fetched, over all layers.
     """
 
     def __init__(self, sketch: Sketch, host: HostPool, layers: Sequence[int], scale: float) -> None:
         self.sketch = sketch
         self.num_tokens = 0
         self.num_units = 0
-        self.num_fetched = 0
         self._host = host
         self._scale = scale
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -72,6 +71,9 @@ class RecalledKV:
         self._sketches: dict[int, torch.Tensor] = {}
         self._num_sketched = dict.fromkeys(layers, 0)
         self.resident: dict[int, torch.Tensor] = {}
+        self._fetched = torch.zeros(len(layers), host.num_kv_heads, dtype=torch.int64)  # units
+        self._num_counted = 0
+        self._recalls: dict[int, Recall] = {}
 
     @property
     def num_sketch_bytes(self) -> int:
@@ -79,9 +81,20 @@ class RecalledKV:
         return sum(each.nbytes for each in self._sketches.values())
 
     @property
+    def num_fetched(self) -> int:
+        """Pairs of token and KV head that were fetched, over all layers."""
+        return int(self._fetched.sum()) * self.sketch.unit
+
+    @property
     def num_fetched_bytes(self) -> int:
         """Bytes that came from host memory."""
         return self.num_fetched * self._host.bytes_per_entry
+
+    def count(self) -> None:
+        """Tell the host pool what was fetched since the last time."""
+        so_far = self.num_fetched_bytes
+        self._host.num_fetched_bytes += so_far - self._num_counted
+        self._num_counted = so_far
 
     @property
     def num_host_bytes(self) -> int:
@@ -103,6 +116,7 @@ class RecalledKV:
 
         All tokens before have been stored, and there is room for these.
         """
+        self._recalls.pop(layer, None)
         stop = start + keys.shape[1]
         self._host.write(self._at[layer], self._slots[start:stop], keys, values)
         self.num_tokens = stop
@@ -119,33 +133,39 @@ class RecalledKV:
     def place(self, units: torch.Tensor) -> None:
         """Say which units are in the places of every layer, int64 `[num_kv_heads, places]`."""
         self.resident = {layer: units.clone(memory_format=torch.contiguous_format) for layer in self._at}
+        self._recalls.clear()
 
-    def fetch(self, layer: int, queries: torch.Tensor, view: KVView, table: torch.Tensor) -> None:
-        """Bring what these queries need into the layer's places.
+    def settle(self, num_units: int) -> None:
+        """Say how many units are fetched from host memory, and no longer on the device anyway."""
+        self.num_units = num_units
+        self._recalls.clear()
+
+    def recall(self, layer: int, view: KVView, table: BlockIds) -> Recall:
+        """What may be fetched into a layer's places now.
 
         Args:
-            queries: one row's, rotated, `[num_heads, head_dim]`.
-            view: the layer's keys and values in the pool. Mutates the blocks of the places.
-            table: the request's block ids, int32.
+            view: the layer's keys and values in the pool.
+            table: the request's block ids, those of the places first, which are the same until `settle`.
         """
-        resident, unit = self.resident[layer], self.sketch.unit
-        grouped = queries.view(resident.shape[0], -1, queries.shape[-1]).float() * self._scale
-        num_units = recall_entries(
-            self.sketch.of_queries(layer, grouped),
-            self._sketches[layer][:, :, : self.num_units],
-            resident,
-            self._host.entries(self._at[layer]),
-            self._slots[: self.num_units * unit],
-            view,
-            table,
-            unit=unit,
-            alpha=self.sketch.alpha,
-        )
-        self.num_fetched += num_units * unit
-        self._host.num_fetched_bytes += num_units * unit * self._host.bytes_per_entry
+        if layer not in self._recalls:
+            self._recalls[layer] = Recall(
+                sketches=self._sketches[layer][:, :, : self.num_units],
+                columns=self.sketch.columns(layer),
+                scale=self._scale,
+                resident=self.resident[layer],
+                fetched=self._fetched[self._at[layer]],
+                entries=self._host.entries(self._at[layer]),
+                slots=self._slots[: self.num_units * self.sketch.unit],
+                view=view,
+                table=torch.from_numpy(table.copy()).to(view.keys.device),
+                unit=self.sketch.unit,
+                alpha=self.sketch.alpha,
+            )
+        return self._recalls[layer]
 
     def close(self) -> None:
         """Give the host memory back."""
+        self.count()
         self._host.free(self._slots)
         self._slots = self._slots[:0]
-        self._sketches = {}
+        self._sketches, self._recalls = {}, {}

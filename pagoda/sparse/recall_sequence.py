@@ -23,6 +23,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from pagoda.kernels import Recall, recall_entries
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import KVCache
 from pagoda.kv.lease import Lease
@@ -104,6 +105,8 @@ class RecallingSequence:
 
     def make_room(self, lease: Lease) -> None:
         """See SparseSequence."""
+        if self._kv is not None:
+            self._kv.count()
         num_computed = lease.num_computed_tokens
         if num_computed < self._num_prompt or num_computed - self._num_dropped < self._budget:
             return
@@ -127,7 +130,7 @@ class RecallingSequence:
                 kv.close()
             raise
         self._kv = kv
-        kv.num_units = num_units
+        kv.settle(num_units)
         self._num_dropped = num_computed - keep.shape[1]
         self._note(lease, before - lease.num_blocks, keep.shape[1])
 
@@ -187,30 +190,32 @@ class RecallingSequence:
     def before_layer(self, layer: int, residual: torch.Tensor, lease: Lease, start: int) -> None:
         """Fetch what the next layer will need, if that can be foretold; its input is that of LayerInputHook."""
         ahead = layer + 1
-        if ahead in self._layers and self._is_foretold(ahead):
-            self._fetch(
-                ahead, self._recall.queries(ahead, residual, torch.tensor([start], device=residual.device)), lease
-            )
+        if self.is_foretold(ahead) and (recall := self.recall(ahead, lease)) is not None:
+            queries = self._recall.queries(ahead, residual, torch.tensor([start], device=residual.device))
+            recall_entries(queries[0], recall)
 
-    def _is_foretold(self, layer: int) -> bool:
+    def before_attention(self, layer: int, q: torch.Tensor, lease: Lease, start: int) -> None:
+        """Fetch what the layer needs, if that was not foretold: `q` are its queries `[1, num_heads, head_dim]`."""
+        if not self.is_foretold(layer) and (recall := self.recall(layer, lease)) is not None:
+            recall_entries(self._recall.rotated(layer, q, torch.tensor([start], device=q.device))[0], recall)
+
+    def is_foretold(self, layer: int) -> bool:
+        """Whether a layer's needs are made of the input of the layer before it, not of its own queries."""
         return self._ahead and layer >= _FIRST_AHEAD
 
-    def _fetch(self, layer: int, queries: torch.Tensor, lease: Lease) -> None:
-        if self._kv is not None:
-            table = lease.tables[self._memory.layout.group_of_layer[layer]].ids
-            self._kv.fetch(layer, queries[0], self._memory.views[layer], torch.from_numpy(table).to(queries.device))
+    def recall(self, layer: int, lease: Lease) -> Recall | None:
+        """What may be fetched in a layer; None where all is on the device."""
+        if self._kv is None or layer not in self._layers:
+            return None
+        table = lease.tables[self._memory.layout.group_of_layer[layer]]
+        return self._kv.recall(layer, self._memory.views[layer], table.ids)
 
-    def before_attention(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
-    ) -> Place | None:
+    def place(self, layer: int, lease: Lease, start: int, stop: int) -> Place | None:
         """See SparseSequence. The batch counts what layers of the first group see; others may see another number."""
-        if layer in self._layers and not self._is_foretold(layer):
-            self._fetch(layer, self._recall.rotated(layer, q, torch.tensor([start], device=q.device)), lease)
         table = lease.tables[self._memory.layout.group_of_layer[layer]]
         if table.num_dropped == lease.tables[0].num_dropped:
             return None
-        stop = start + len(k)
         return Place(stop - table.num_dropped, table.slots(start, stop))
 
-    def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
+    def after_attention(self, layer: int, mass: torch.Tensor, start: int, stop: int) -> None:
         """See SparseSequence. Nothing is looked at."""

@@ -93,21 +93,19 @@ class DroppingSequence:
         lengths = {kept.shape[1] for kept in self._positions.values()}
         return len(lengths) > 1 or (bool(lengths) and len(self._layers) < len(self._memory.layout.layers))
 
-    def before_attention(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lease: Lease, start: int
-    ) -> Place | None:
+    def place(self, layer: int, lease: Lease, start: int, stop: int) -> Place | None:
         """See SparseSequence."""
         kept = self._positions.get(layer)
         dropped = 0 if kept is None else self._at - kept.shape[1]
         if dropped == lease.tables[0].num_dropped:
             return None
         table = lease.tables[self._memory.layout.group_of_layer[layer]]
-        stop, shift = start + len(k), dropped - table.num_dropped
+        shift = dropped - table.num_dropped
         return Place(stop - dropped, table.slots(start - shift, stop - shift))
 
-    def after_attention(self, layer: int, mass: torch.Tensor | None, start: int, stop: int) -> None:
+    def after_attention(self, layer: int, mass: torch.Tensor, start: int, stop: int) -> None:
         """See SparseSequence."""
-        if mass is None or not self.wants_mass(start, stop) or layer not in self._layers:
+        if layer not in self._layers:
             return
         total = mass.to("cpu", copy=True)
         if (before := self._mass.get(layer)) is not None:

@@ -13,9 +13,9 @@ import torch
 
 from pagoda.engine.request import Sample
 from pagoda.engine.scheduler import Rows
-from pagoda.kernels import AttentionOutput
+from pagoda.kernels import AttentionOutput, LayerStep, RowRecall, Steering
 from pagoda.model.batch import ForwardBatch
-from pagoda.sparse.base import Place, SparseSequence
+from pagoda.sparse.base import SparseSequence
 from pagoda.sparse.recall_sequence import RecallingSequence
 
 
@@ -44,13 +44,13 @@ def sparse_hook(plan: Sequence[Rows], group_of_layer: Sequence[int]) -> SparseHo
 
 
 class SparseHook:
-    """See LayerInputHook. Each sparse request's sequence sees its own rows."""
+    """See LayerInputHook and SteeringHook. Each sparse request's sequence sees its own rows."""
 
     def __init__(self, members: Sequence[_Member], group_of_layer: Sequence[int]) -> None:
-        self.needs_mass = any(each.sequence.wants_mass(each.start, each.stop) for each in members)
         self._members = members
+        self._observers = [each for each in members if each.sequence.wants_mass(each.start, each.stop)]
         self._group_of_layer = group_of_layer
-        self._lens: dict[int, int] = {}  # of the members in the layer that is being computed
+        self.needs_mass = bool(self._observers)
 
     def before_layer(self, layer: int, residual: torch.Tensor, batch: ForwardBatch) -> None:
         """Let those that recall KV fetch what is needed next."""
@@ -61,38 +61,66 @@ class SparseHook:
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> ForwardBatch:
-        """Ask each sequence where its rows are in this layer."""
-        self._lens = {}
-        places: list[tuple[_Member, Place]] = []
+        """Fetch what is needed now, and ask each sequence where its rows are in this layer."""
         for each in self._members:
-            at, lease = each.rows, each.sample.running_lease
-            place = each.sequence.before_attention(layer, q[at], k[at], v[at], lease, each.start)
-            if place is not None:
-                places.append((each, place))
-                self._lens[each.request] = place.context_len
-        return _replaced(batch, self._group_of_layer[layer], places) if places else batch
+            if isinstance(each.sequence, RecallingSequence):
+                each.sequence.before_attention(layer, q[each.rows], each.sample.running_lease, each.start)
+        lens, slots = self._places(layer, batch)
+        if lens is None or slots is None:
+            return batch
+        mapping = list(batch.slot_mapping)
+        mapping[self._group_of_layer[layer]] = slots
+        return replace(batch, context_lens=lens, slot_mapping=tuple(mapping))
+
+    def _places(self, layer: int, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """The lengths and slots of a layer where some are not the batch's."""
+        lens = slots = None
+        for each in self._members:
+            place = each.sequence.place(layer, each.sample.running_lease, each.start, each.stop)
+            if place is None:
+                continue
+            if lens is None or slots is None:
+                lens, slots = batch.context_lens.clone(), batch.slot_mapping[self._group_of_layer[layer]].clone()
+            lens[each.request] = place.context_len
+            slots[each.rows] = torch.from_numpy(place.slots).to(slots.device)
+        return (None, None) if lens is None or slots is None else (lens, slots)
 
     def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
-        """Show each sequence what attention its rows paid."""
+        """Show those that go by it what attention their rows paid."""
+        if output.mass is not None:
+            for each in self._observers:
+                seen = output.mass[each.request, :, : self._length(each, layer, batch)]
+                each.sequence.after_attention(layer, seen, each.start, each.stop)
+
+    def _length(self, each: _Member, layer: int, batch: ForwardBatch) -> int:
+        """The KV entries that a member's last row sees in a layer."""
+        place = each.sequence.place(layer, each.sample.running_lease, each.start, each.stop)
+        return int(batch.context_lens[each.request]) if place is None else place.context_len
+
+    # -- all layers in one call --------------------------------------------------------------------------------------
+
+    def steering(self, batch: ForwardBatch) -> Steering | None:
+        """See SteeringHook. Where what is recalled is not stored as it is in the pool, layers run one by one."""
+        layers = [self._layer_step(layer, batch) for layer in range(len(self._group_of_layer))]
+        if not all(each.recall.only_copies for layer in layers for each in (*layer.own, *layer.foretold)):
+            return None
+        return Steering(layers, [each.request for each in self._observers])
+
+    def _layer_step(self, layer: int, batch: ForwardBatch) -> LayerStep:
+        own: list[RowRecall] = []
+        foretold: list[RowRecall] = []
         for each in self._members:
-            mass = None
-            if output.mass is not None:
-                length = self._lens.get(each.request, int(batch.context_lens[each.request]))
-                mass = output.mass[each.request, :, :length]
-            each.sequence.after_attention(layer, mass, each.start, each.stop)
+            if isinstance(each.sequence, RecallingSequence):
+                recall = each.sequence.recall(layer, each.sample.running_lease)
+                if recall is not None:
+                    of_kind = foretold if each.sequence.is_foretold(layer) else own
+                    of_kind.append(RowRecall(each.rows.start, recall))
+        lens, slots = self._places(layer, batch)
+        return LayerStep(lens, slots, own, foretold)
 
-
-def _replaced(batch: ForwardBatch, group: int, places: Sequence[tuple[_Member, Place]]) -> ForwardBatch:
-    """The batch with some requests in other places, of one layer group."""
-    lens, slots, table = batch.context_lens.clone(), batch.slot_mapping[group].clone(), batch.block_tables[group]
-    longest = max((place.table.size for _, place in places if place.table is not None), default=0)
-    if longest:
-        table = torch.nn.functional.pad(table, (0, max(0, longest - table.shape[1])))
-    for each, place in places:
-        lens[each.request] = place.context_len
-        slots[each.rows] = torch.from_numpy(place.slots).to(slots.device)
-        if place.table is not None:
-            table[each.request, : place.table.size] = torch.from_numpy(place.table).to(table.device)
-    tables, mapping = list(batch.block_tables), list(batch.slot_mapping)
-    tables[group], mapping[group] = table, slots
-    return replace(batch, context_lens=lens, block_tables=tuple(tables), slot_mapping=tuple(mapping))
+    def after_layers(self, batch: ForwardBatch, mass: torch.Tensor) -> None:
+        """See SteeringHook."""
+        for layer, of_layer in enumerate(mass):
+            for each, seen in zip(self._observers, of_layer, strict=True):
+                seen = seen[:, : self._length(each, layer, batch)]
+                each.sequence.after_attention(layer, seen, each.start, each.stop)
