@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pagoda.errors import OutOfBlocks
-from pagoda.kernels import KVView, paged_attention
+from pagoda.kernels import KVView, paged_attention, recall_entries
+from pagoda.kernels.recall import sketched
 from pagoda.sparse.host import BLOCK, HostPool
 from pagoda.sparse.infinigen import PartialKeys
 from pagoda.sparse.quest import KeyBounds
@@ -38,12 +39,12 @@ def partial_keys(keys: torch.Tensor, rank: int, alpha: float) -> PartialKeys:
 def test_key_bounds_bound_every_key_of_a_block() -> None:
     keys, queries = randn(KV_HEADS, 24, DIM), randn(KV_HEADS, GROUP, DIM, seed=1)
     sketch = KeyBounds(DIM, unit=8)
-    bounds = sketch.of_queries(0, queries) @ sketch.of_keys(0, keys).mT
+    bounds = sketched(queries, sketch.columns(0)) @ sketch.of_keys(0, keys).mT
     best = (queries @ keys.mT).unflatten(-1, (3, 8)).amax(-1)
     assert bounds.shape == best.shape
     assert (bounds >= best - 1e-5).all()
     single = KeyBounds(DIM, unit=1)
-    torch.testing.assert_close(single.of_queries(0, queries) @ single.of_keys(0, keys).mT, queries @ keys.mT)
+    torch.testing.assert_close(sketched(queries, single.columns(0)) @ single.of_keys(0, keys).mT, queries @ keys.mT)
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class Device:
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Fetch and attend, one row."""
-        self.recalled.fetch(layer, queries, self.views[layer], self.table.int())
+        recall_entries(queries, self.recalled.recall(layer, self.views[layer], self.table.int().numpy()))
         return paged_attention(
             queries[None].clone(),
             self.views[layer],
@@ -130,7 +131,7 @@ def sketches(keys: torch.Tensor) -> list[Sketch]:
 def opened(sketch: Sketch, num_tokens: int, num_units: int) -> RecalledKV:
     recalled = RecalledKV(sketch, host(), range(LAYERS), SCALE)
     recalled.reserve(num_tokens)
-    recalled.num_units = num_units
+    recalled.settle(num_units)
     return recalled
 
 
