@@ -68,7 +68,7 @@ using CutAt = std::tuple<int, int64_t, uintptr_t, int64_t, uintptr_t>;
 
 // queries' dtype and sketches' shape aside, in the order of RecallArgs: see recall_at in pagoda/kernels/native.py
 using RecallAt = std::tuple<int, Heads, std::tuple<int64_t, int64_t, int64_t>, uintptr_t, float, std::tuple<uintptr_t, uintptr_t>,
-                            std::tuple<int64_t, int64_t, float>, Heads, int64_t, uintptr_t, std::tuple<uintptr_t, int64_t>>;
+                            std::tuple<int64_t, int64_t, float, float>, Heads, int64_t, uintptr_t, std::tuple<uintptr_t, int64_t>>;
 
 RecallArgs recall_args(const RecallAt& r, const Pool& pool) {
     const auto& [dtype, sketches, shape, columns, scale, changed, wanted, entries, num_entries, slots, table] = r;
@@ -87,6 +87,7 @@ RecallArgs recall_args(const RecallAt& r, const Pool& pool) {
             .places = std::get<0>(wanted),
             .unit = std::get<1>(wanted),
             .alpha = std::get<2>(wanted),
+            .stay = std::get<3>(wanted),
             .entries = at<void>(std::get<0>(entries)),
             .entry_head_stride = std::get<1>(entries),
             .entry_stride = std::get<2>(entries),

@@ -38,23 +38,17 @@ void sketch_queries(const RecallArgs& a, int64_t head, const float* queries, flo
     }
 }
 
-// The swaps after which the places have the best of what they have and of what is within alpha. Changes the margins.
+// The swaps after which the places have the best of what they have, and of what is within alpha and better by `stay`. Changes margins.
 void choose(const RecallArgs& a, float* margins, const int64_t* resident, std::vector<Swap>& swaps) {
     constexpr float kNever = -std::numeric_limits<float>::infinity();
     thread_local std::vector<float> held;
     held.resize(a.places);
-    const auto hide_resident = [&] {
-        for (int64_t place = 0; place < a.places; place++) margins[resident[place]] = kNever;
-    };
     swaps.clear();
     for (int64_t place = 0; place < a.places; place++) held[place] = margins[resident[place]];
-    const int64_t padded = padded_units(a.sketches.num_units);
-    if (a.alpha < std::numeric_limits<float>::infinity()) {
-        for (int64_t unit = 0; unit < a.sketches.num_units; unit++) margins[unit] = margins[unit] >= -a.alpha ? margins[unit] : kNever;
-        for (int64_t place = 0; place < a.places; place++) margins[resident[place]] = held[place];
-    }
-    const float bar = isa().kth_largest(margins, padded, a.places);
-    hide_resident();
+    for (int64_t unit = 0; unit < a.sketches.num_units; unit++) margins[unit] = margins[unit] >= -a.alpha ? margins[unit] - a.stay : kNever;
+    for (int64_t place = 0; place < a.places; place++) margins[resident[place]] = held[place];
+    const float bar = isa().kth_largest(margins, padded_units(a.sketches.num_units), a.places);
+    for (int64_t place = 0; place < a.places; place++) margins[resident[place]] = kNever;
     // Above the bar all come, below it all go. At the bar are equals: of these, those come or go that make the numbers even.
     int64_t above = 0, below = 0;
     for (int64_t unit = 0; unit < a.sketches.num_units; unit++) above += margins[unit] > bar;

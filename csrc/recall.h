@@ -19,6 +19,7 @@ struct RecallArgs {
     int64_t* fetched;   // [heads]: units that came are added
     int64_t places, unit;
     float alpha;  // units further below the best than this are left where they are
+    float stay;   // so much worse may be what is in a place before it makes way
     const void* entries;
     int64_t entry_head_stride, entry_stride;
     int64_t num_entries;   // per head

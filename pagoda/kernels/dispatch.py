@@ -289,7 +289,8 @@ def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     """Copy what one row's queries want of a request's KV from host memory into its places in the pool.
 
     For each KV head the units that score best by their sketches come over those in a place that score worst, as long as
-    they score better and within `alpha` of the best: InfiniGen's choice, arXiv:2406.19707, of what is not there yet.
+    they score better by more than `stay` and within `alpha` of the best: InfiniGen's choice, arXiv:2406.19707, of what
+    is not there yet.
     Scores are float32. Mutates the pool, `resident` and `fetched`, as Recall says.
 
     Args:

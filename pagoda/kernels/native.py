@@ -276,7 +276,7 @@ def recall_at(recall: Recall, num_heads: int) -> tuple[object, ...]:
         0 if recall.columns is None else recall.columns.data_ptr(),
         recall.scale,
         (resident.data_ptr(), recall.fetched.data_ptr()),
-        (resident.shape[1], recall.unit, recall.alpha),
+        (resident.shape[1], recall.unit, recall.alpha, recall.stay),
         _heads(recall.entries),
         recall.entries.shape[1],
         recall.slots.data_ptr(),

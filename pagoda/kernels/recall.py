@@ -33,6 +33,7 @@ class Recall:
         table: int32, the request's block ids.
         unit: tokens that come together.
         alpha: how far below the best score of a query a unit still comes; infinity: any distance.
+        stay: how much better than what it replaces a unit must score.
 
     Raises:
         KernelError: wrong shapes, dtypes or strides.
@@ -49,6 +50,7 @@ class Recall:
     table: torch.Tensor
     unit: int
     alpha: float
+    stay: float
 
     def __post_init__(self) -> None:
         checks.check_recall(self)
@@ -74,7 +76,7 @@ def margins(queries: torch.Tensor, sketches: torch.Tensor) -> torch.Tensor:
 
 
 def swaps(
-    margin: torch.Tensor, resident: torch.Tensor, alpha: float
+    margin: torch.Tensor, resident: torch.Tensor, alpha: float, stay: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which units come, and over which resident ones: for each KV head, the best absent ones over the worst there.
 
@@ -82,6 +84,7 @@ def swaps(
         margin: `[num_kv_heads, units]`.
         resident: the unit in each place, int64 `[num_kv_heads, places]`.
         alpha: what is further below the best than this stays where it is.
+        stay: what is in a place stays there for what is not better by more than this.
 
     Returns:
         KV heads, places and units, int64, one of each for every unit that comes.
@@ -90,7 +93,7 @@ def swaps(
     most = min(int((absent >= -alpha).sum(1).max()), resident.shape[1], margin.shape[1] - resident.shape[1])
     best, units = absent.topk(most, dim=1)
     worst, places = margin.gather(1, resident).topk(most, dim=1, largest=False)
-    heads, rank = ((best >= -alpha) & (best > worst)).nonzero(as_tuple=True)
+    heads, rank = ((best >= -alpha) & (best - stay > worst)).nonzero(as_tuple=True)
     return heads, places[heads, rank], units[heads, rank]
 
 
@@ -112,7 +115,9 @@ def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     if used.numel() * block_size < resident.shape[1] * unit:
         raise KernelError("the table has fewer blocks than the places need")
     grouped = queries.float().view(resident.shape[0], -1, queries.shape[-1]) * recall.scale
-    heads, places, units = swaps(margins(sketched(grouped, recall.columns), recall.sketches), resident, recall.alpha)
+    heads, places, units = swaps(
+        margins(sketched(grouped, recall.columns), recall.sketches), resident, recall.alpha, recall.stay
+    )
     offsets = torch.arange(unit, device=units.device)
     tokens = (units[:, None] * unit + offsets).flatten()
     at = (places[:, None] * unit + offsets).flatten()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,33 +28,35 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 # -- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def chosen(margin: torch.Tensor, resident: torch.Tensor, alpha: float) -> list[set[int]]:
+def chosen(margin: torch.Tensor, resident: torch.Tensor, alpha: float, stay: float) -> list[set[int]]:
     after = resident.clone()
-    heads, places, units = swaps(margin, resident, alpha)
+    heads, places, units = swaps(margin, resident, alpha, stay)
     after[heads, places] = units
     return [set(row.tolist()) for row in after]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 2.0, math.inf])
+@pytest.mark.parametrize("stay", [0.0, 0.7])
 @pytest.mark.parametrize("places", [1, 3, 12])
-def test_swaps_bring_what_scores_well_and_keep_the_best_of_the_rest(alpha: float, places: int) -> None:
+def test_swaps_bring_what_scores_well_and_keep_the_best_of_the_rest(alpha: float, places: int, stay: float) -> None:
     for seed in range(5):
         margin = -randn(3, 12, seed=seed).abs()
         margin -= margin.amax(1, keepdim=True)
         resident = torch.stack(
             [torch.randperm(12, generator=torch.Generator().manual_seed(i))[:places] for i in range(3)]
         )
-        after = chosen(margin, resident, alpha)
+        after = chosen(margin, resident, alpha, stay)
         for head in range(3):
             before = set(resident[head].tolist())
             fetchable = {u for u in range(12) if margin[head, u] >= -alpha} | before
-            best = sorted(fetchable, key=lambda u: -float(margin[head, u]))[:places]
+            worth = {u: float(margin[head, u]) + (stay if u in before else 0.0) for u in fetchable}
+            best = sorted(fetchable, key=lambda u: -worth[u])[:places]
             assert after[head] == set(best)
 
 
 def test_swaps_fetch_nothing_when_all_is_there() -> None:
     everything = torch.arange(6).expand(2, 6)
-    assert all(not each.numel() for each in swaps(-randn(2, 6).abs(), everything, math.inf))
+    assert all(not each.numel() for each in swaps(-randn(2, 6).abs(), everything, math.inf, 0.0))
 
 
 def test_a_unit_is_wanted_if_any_query_head_wants_it() -> None:
@@ -82,10 +85,10 @@ class Call:
     def with_changes(self, **changes: Any) -> Call:
         return Call(self.queries, replace(self.copy().recall, **changes))
 
-    def run(self, function: Callable[[torch.Tensor, Recall], None], alpha: float) -> list[int]:
+    def run(self, function: Callable[[torch.Tensor, Recall], None], alpha: float, stay: float = 0.0) -> list[int]:
         """How many units came, for each KV head."""
         before = self.recall.fetched.clone()
-        function(self.queries, replace(self.recall, alpha=alpha))
+        function(self.queries, replace(self.recall, alpha=alpha, stay=stay))
         return (self.recall.fetched - before).tolist()
 
     def worth(self) -> torch.Tensor:
@@ -140,6 +143,7 @@ def call(
         table=torch.randperm(NUM_BLOCKS, generator=order).int(),
         unit=unit,
         alpha=math.inf,
+        stay=0.0,
     )
     for place in range(places):  # what is resident is there
         for head in range(HEADS):
@@ -166,10 +170,10 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_native_brings_what_the_reference_does(isa: str, shape: dict[str, Any], ties: bool, dtype: torch.dtype) -> None:
-    for alpha in (0.0, 3.0, math.inf):
+    for alpha, stay in itertools.product((0.0, 3.0, math.inf), (0.0, 1.0)):
         expected = call(**shape, dtype=dtype, ties=ties)
         got = expected.copy()
-        assert got.run(recall_entries, alpha) == expected.run(reference.recall_entries, alpha)
+        assert got.run(recall_entries, alpha, stay) == expected.run(reference.recall_entries, alpha, stay)
         torch.testing.assert_close(got.worth(), expected.worth(), rtol=1e-5, atol=1e-5)
         assert all(len(set(row)) == shape["places"] for row in got.recall.resident.tolist())
         got.holds_what_is_resident()

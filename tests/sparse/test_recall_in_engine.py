@@ -12,6 +12,7 @@ import torch
 from pagoda import Engine, SamplingParams
 from pagoda.engine.outputs import Generation
 from pagoda.errors import InvalidRequest
+from pagoda.kv.lease import Lease
 from pagoda.sparse.recall_sequence import RecallingSequence
 from pagoda.sparse.spec import parse_kv_policy
 from tests.sparse.conftest import make_engine, make_model, text
@@ -40,9 +41,10 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: dict[int, dict[int, list[list[int]]]] = {}
-        original = RecallingSequence.after_attention
+        original = RecallingSequence.before_attention
 
-        def noted(sequence: RecallingSequence, layer: int, mass: Any, start: int, stop: int) -> None:
+        def noted(sequence: RecallingSequence, layer: int, q: torch.Tensor, lease: Lease, start: int) -> None:
+            original(sequence, layer, q, lease, start)
             kv = sequence._kv
             if kv is not None and layer in sequence._layers:
                 unit = kv.sketch.unit
@@ -50,9 +52,8 @@ class Seen:
                 recent = list(range(kv.num_units * unit, start))
                 of_heads = [sorted({*row, *recent}) for row in fetched.flatten(1).tolist()]
                 self.tokens.setdefault(start, {})[layer] = of_heads
-            original(sequence, layer, mass, start, stop)
 
-        monkeypatch.setattr(RecallingSequence, "after_attention", noted)
+        monkeypatch.setattr(RecallingSequence, "before_attention", noted)
 
 
 @pytest.fixture(scope="session")
