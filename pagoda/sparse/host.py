@@ -17,7 +17,7 @@ import torch
 
 from pagoda.kv.allocator import Allocator
 from pagoda.kv.layout import DTYPE_BYTES
-from pagoda.sparse.skew import Skew
+from pagoda.sparse.skew import Asked
 
 BLOCK = 64  # tokens; nothing is shared here, so blocks are only the unit of giving and taking back
 
@@ -94,12 +94,12 @@ class RecallMemory:
         host: where KV goes.
         queries: layer, residual stream and positions -> the rotated queries that the layer would make of them.
         rotated: layer, queries and positions -> the queries, rotated.
-        skew: number of columns -> the model's Skew, learnt when it is first asked for.
+        asked: what the model's queries are like, learnt when it is first asked for.
         scale: what the model multiplies scores by.
     """
 
     host: HostPool
     queries: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     rotated: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-    skew: Callable[[int], Skew]
+    asked: Callable[[], Asked]
     scale: float

@@ -19,7 +19,7 @@ import torch
 from pagoda.sparse.host import RecallMemory
 from pagoda.sparse.recall import Sketch
 from pagoda.sparse.recalling import Recalling
-from pagoda.sparse.skew import Skew
+from pagoda.sparse.skew import Asked, Skew
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,28 @@ class InfiniGen(Recalling):
     def sketch(self, head_dim: int, recall: RecallMemory) -> Sketch:
         """See Recalling."""
         alpha = math.inf if self.alpha is None else float(self.alpha)
-        return PartialKeys(recall.skew(max(1, round(self.part * head_dim))), alpha)
+        return PartialKeys(recall.asked(), max(1, round(self.part * head_dim)), alpha)
 
 
 class PartialKeys:
-    """The first columns of skewed keys, one sketch a token."""
+    """The first columns of skewed keys, one sketch a token.
+
+    A layer's first keys, which are those of a prompt, say how it is skewed from then on.
+    """
 
     unit = 1
 
-    def __init__(self, skew: Skew, alpha: float) -> None:
-        self.width = skew.keys.shape[-1]
-        self.alpha = alpha
-        self._skew = skew
+    def __init__(self, asked: Asked, width: int, alpha: float) -> None:
+        self.width, self.alpha = width, alpha
+        self._asked = asked
+        self._skews: dict[int, Skew] = {}
 
     def of_keys(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """See Sketch."""
-        return keys.float() @ self._skew.keys[layer]
+        if layer not in self._skews:
+            self._skews[layer] = Skew.of(self._asked.squares[layer], keys, self.width)
+        return keys.float() @ self._skews[layer].keys
 
     def columns(self, layer: int) -> torch.Tensor:
         """See Sketch."""
-        return self._skew.queries[layer]
+        return self._skews[layer].queries

@@ -21,8 +21,8 @@ from pagoda.kernels import KVView, Recall
 from pagoda.kv.allocator import BlockIds
 from pagoda.sparse.host import HostPool
 
-# In scores, which are logarithms: what takes the place of another is e^2 times as likely to be looked at. That brings a third
-# of what would come without it, and choices are no worse for it: what mattered lately matters more than one score says.
+# Scores are logarithms: what takes another's place is looked at e^2 times as much. That brings a third of what would
+# come without it, and choices are no worse for it, since what mattered lately matters more than one step's scores say.
 _STAY = 2.0
 
 

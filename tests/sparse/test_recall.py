@@ -12,7 +12,7 @@ from pagoda.sparse.host import BLOCK, HostPool
 from pagoda.sparse.infinigen import PartialKeys
 from pagoda.sparse.quest import KeyBounds
 from pagoda.sparse.recall import RecalledKV, Sketch
-from pagoda.sparse.skew import Moments
+from pagoda.sparse.skew import Asked
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK_SIZE, SCALE = 2, 2, 3, 8, 4, 0.5
 
@@ -26,11 +26,11 @@ def host(num_tokens: int = 1024) -> HostPool:
     return HostPool(LAYERS, KV_HEADS, DIM, "float32", num_tokens * pool.bytes_per_token)
 
 
-def partial_keys(keys: torch.Tensor, rank: int, alpha: float) -> PartialKeys:
-    moments = Moments(LAYERS, KV_HEADS, DIM)
+def partial_keys(rank: int, alpha: float) -> PartialKeys:
+    asked = Asked(LAYERS, KV_HEADS, DIM)
     for layer in range(LAYERS):
-        moments.add(layer, randn(50, KV_HEADS * GROUP, DIM, seed=9), keys[layer].transpose(0, 1))
-    return PartialKeys(moments.skew(rank), alpha)
+        asked.add(layer, randn(50, KV_HEADS * GROUP, DIM, seed=9))
+    return PartialKeys(asked, rank, alpha)
 
 
 # -- sketches ---------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Device:
 
 
 def sketches(keys: torch.Tensor) -> list[Sketch]:
-    return [partial_keys(keys, 3, alpha=1.0), partial_keys(keys, DIM, alpha=math.inf), KeyBounds(DIM, unit=BLOCK_SIZE)]
+    return [partial_keys(3, alpha=1.0), partial_keys(DIM, alpha=math.inf), KeyBounds(DIM, unit=BLOCK_SIZE)]
 
 
 def opened(sketch: Sketch, num_tokens: int, num_units: int) -> RecalledKV:

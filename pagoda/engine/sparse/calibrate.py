@@ -1,4 +1,4 @@
-"""What InfiniGen learns once from a model: how to skew its queries and keys (see sparse/skew.py)."""
+"""What InfiniGen learns once from a model: what its queries are like (see sparse/skew.py)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pagoda.kernels import AttentionOutput, KVView
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.tokenizer import Tokenizer
-from pagoda.sparse.skew import Moments
+from pagoda.sparse.skew import Asked
 
 _PIECES = 6
 _PIECE_TOKENS = 384
 _BLOCK_SIZE = 16
 
 
-def sample_moments(decoder: Decoder, tokenizer: Tokenizer) -> Moments:
-    """Moments of a text that ships with Python: prose in comments, and source.
+def sample_queries(decoder: Decoder, tokenizer: Tokenizer) -> Asked:
+    """The queries of a text that ships with Python: prose in comments, and source.
 
     Takes a second or two for a small model. Pieces of the text stand at positions from all over the context, since
     slow waves of rotary embeddings turn keys elsewhere further on; what a model computes does not depend on where its
@@ -27,16 +27,16 @@ def sample_moments(decoder: Decoder, tokenizer: Tokenizer) -> Moments:
     """
     text = tokenizer.encode(inspect.getsource(statistics))
     spec = decoder.spec
-    moments = Moments(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    asked = Asked(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     length = min(_PIECE_TOKENS, spec.max_context, len(text))
     for piece in range(_PIECES):
         first = piece * (len(text) - length) // (_PIECES - 1)
         position = piece * (spec.max_context - length) // (_PIECES - 1)
-        _read(decoder, torch.tensor(text[first : first + length]), position, moments)
-    return moments
+        _read(decoder, torch.tensor(text[first : first + length]), position, asked)
+    return asked
 
 
-def _read(decoder: Decoder, tokens: torch.Tensor, position: int, moments: Moments) -> None:
+def _read(decoder: Decoder, tokens: torch.Tensor, position: int, asked: Asked) -> None:
     """Compute tokens as one prompt that begins at a position, in KV memory of its own."""
     spec, device, rows = decoder.spec, decoder.device, torch.arange(len(tokens))
     num_blocks = -(-len(tokens) // _BLOCK_SIZE)
@@ -53,21 +53,20 @@ def _read(decoder: Decoder, tokens: torch.Tensor, position: int, moments: Moment
         logits_rows=rows[:0].to(device),
         max_query_len=len(tokens),
     )
-    decoder.forward(batch, views, [0] * spec.num_layers, _Observed(decoder, views, moments))
+    decoder.forward(batch, views, [0] * spec.num_layers, _Observed(decoder, asked))
 
 
 class _Observed:
-    """A LayerInputHook that counts every layer's rotated queries and keys, and changes nothing."""
+    """A LayerInputHook that counts every layer's rotated queries, and changes nothing."""
 
     needs_mass = False
 
-    def __init__(self, decoder: Decoder, views: list[KVView], moments: Moments) -> None:
-        self._decoder, self._views, self._moments = decoder, views, moments
-        self._queries = torch.empty(0)
+    def __init__(self, decoder: Decoder, asked: Asked) -> None:
+        self._decoder, self._asked = decoder, asked
 
     def before_layer(self, layer: int, residual: torch.Tensor, batch: ForwardBatch) -> None:
         """See LayerInputHook."""
-        self._queries = self._decoder.queries(layer, residual, batch.positions)
+        self._asked.add(layer, self._decoder.queries(layer, residual, batch.positions).cpu())
 
     def before_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -77,6 +76,3 @@ class _Observed:
 
     def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
         """See LayerHook."""
-        slots = batch.slot_mapping[0]
-        keys = self._views[layer].keys[slots // _BLOCK_SIZE, :, slots % _BLOCK_SIZE]
-        self._moments.add(layer, self._queries.cpu(), keys.cpu())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from pagoda.engine.runner import ModelRunner
-from pagoda.engine.sparse.calibrate import sample_moments
+from pagoda.engine.sparse.calibrate import sample_queries
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.sizes import parse_size
 from pagoda.model.decoder import Decoder
 from pagoda.model.loader import LoadedModel
 from pagoda.model.tokenizer import Tokenizer
 from pagoda.sparse.host import HostPool, RecallMemory
-from pagoda.sparse.skew import Moments, Skew
+from pagoda.sparse.skew import Asked
 
 _FLOATS = {"float32", "bfloat16", "float16"}
 
@@ -36,22 +36,19 @@ def recall_memory(
     def rotated(layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return runner.decoder.rotated(layer, queries, positions)
 
-    return RecallMemory(host, queries, rotated, LearntSkews(runner, loaded.tokenizer), spec.attention_scale)
+    return RecallMemory(host, queries, rotated, LearntQueries(runner, loaded.tokenizer), spec.attention_scale)
 
 
-class LearntSkews:
-    """Skews of the decoder that runs, learnt when one is first asked for."""
+class LearntQueries:
+    """What the queries of the decoder that runs are like, learnt when it is first asked for."""
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer) -> None:
         self._runner, self._tokenizer = runner, tokenizer
-        self._learnt: tuple[Decoder, Moments] | None = None
-        self._skews: dict[int, Skew] = {}
+        self._learnt: tuple[Decoder, Asked] | None = None
 
-    def __call__(self, rank: int) -> Skew:
-        """The skew of so many columns."""
+    def __call__(self) -> Asked:
+        """That of all layers."""
         decoder = self._runner.decoder
         if self._learnt is None or self._learnt[0] is not decoder:
-            self._learnt, self._skews = (decoder, sample_moments(decoder, self._tokenizer)), {}
-        if rank not in self._skews:
-            self._skews[rank] = self._learnt[1].skew(rank)
-        return self._skews[rank]
+            self._learnt = decoder, sample_queries(decoder, self._tokenizer)
+        return self._learnt[1]
