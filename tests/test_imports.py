@@ -28,6 +28,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 EXTENSION = "pagoda._native"  # compiled from csrc/: kernels only
+KERNEL_TYPES = ("AttentionOutput", "KVView", "LayerStep", "RowRecall", "Staging", "Steering")
 
 LEAVES = (
     "layout",
@@ -69,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sparse": ("kv", "kernels"),
     "blend": ("kv", "kernels"),
     "model": ("kernels",),
-    "engine": ("model", "kernels:KVView", "kernels:Staging", "kernels:AttentionOutput", "kv", "sparse", "blend"),
+    "engine": ("model", *(f"kernels:{name}" for name in KERNEL_TYPES), "kv", "sparse", "blend"),
     "server": ("engine", "kv.keys"),
     "cluster": ("server", "engine", "kv.events"),
     "plan": ("cluster.routing", *(f"kv.{part}" for part in ("sizes", *METADATA))),
