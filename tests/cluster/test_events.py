@@ -150,6 +150,7 @@ async def test_a_late_answer_is_not_taken_for_the_answer_to_a_later_question(mon
     try:
         first = await replaying.recv_multipart()
         await eventually(lambda: reader.num_cleared == 1)  # it has given up
+        monkeypatch.setattr("pagoda.cluster.subscriber._REPLAY_S", PATIENCE_S)
         second = await tell_until_asked()
         await replaying.send_multipart([*first[:-1], END, b""])
         for number in (3, 4):
