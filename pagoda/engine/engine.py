@@ -64,7 +64,7 @@ class Engine:
         kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
         block_size: tokens per KV block.
         max_model_len: a shorter context than the model's own.
-        max_num_seqs: most samples running at once.
+        max_num_seqs: most samples running at once; in a small `int4` pool fewer, which a warning says.
         token_budget: most tokens computed in one step.
         queue_policy: `fcfs`, `priority` or `lpm` (longest prefix match).
         lease_share: most of the pool that leases on prefixes may hold.
