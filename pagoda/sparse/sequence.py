@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from copy import copy
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ from pagoda.kv.allocator import BlockIds
 from pagoda.kv.cache import KVCache
 from pagoda.kv.lease import Lease
 from pagoda.sparse.base import Place
+from pagoda.sparse.choosing import Choosing
 from pagoda.sparse.report import SparseReport
 from pagoda.sparse.store import SparseMemory
-
-if TYPE_CHECKING:
-    from pagoda.sparse.dropping import Dropping
 
 
 class DroppingSequence:
@@ -30,7 +28,7 @@ class DroppingSequence:
         exact: nothing is dropped before the prompt is computed.
     """
 
-    def __init__(self, policy: Dropping, num_prompt: int, cache: KVCache, memory: SparseMemory, *, exact: bool) -> None:
+    def __init__(self, policy: Choosing, num_prompt: int, cache: KVCache, memory: SparseMemory, *, exact: bool) -> None:
         self.rotary_offset = 0
         self._policy = policy
         self._num_prompt = num_prompt
