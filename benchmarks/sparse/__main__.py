@@ -73,8 +73,9 @@ def run(args: argparse.Namespace, engine: Engine, records: Records) -> None:
                 args.model, engine.tokenizer, kind, args.length, indices, fractions, args.venvs, records, console.log
             )
     if "throughput" in only:
-        length, steps, rounds = (512, 8, 1) if args.quick else (7936, 64, 2)
-        decoded = throughput.measure(engine, args.policies, length, 1, steps, rounds, 0.2, console.log)
+        length, steps, rounds = (512, 8, 1) if args.quick else (7936, 48, 2)
+        shares = (0.5,) if args.quick else (0.2, 0.1)
+        decoded = throughput.measure(engine, args.policies, length, 1, steps, rounds, shares, console.log)
         (args.output / "throughput.json").write_text(json.dumps(decoded))
     if "streaming" in only:
         forced = Forced(engine)

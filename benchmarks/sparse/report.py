@@ -37,11 +37,11 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     if report["throughput"]:
         measured = report["throughput"]
-        table = Table("policy", "decode, tokens/s", "first step, s", "blocks held", "sketches, MiB", "host, MiB")
-        table.title = f"{measured['batch']} prompts of {measured['length']} tokens, {measured['fraction']:.0%} kept"
+        table = Table("policy", "decode, ms a token", "first step, s", "blocks held", "sketches, MiB", "host, MiB")
+        table.title = f"{measured['batch']} prompts of {measured['length']} tokens"
         for name, one in measured["policies"].items():
             outside = [f"{one[part] / 2**20:.0f}" for part in ("sketch_bytes", "host_bytes")]
-            rate, first = f"{one['decode_tokens_per_s']:.1f}", f"{one['first_step_s']:.2f}"
+            rate, first = f"{1000 / one['decode_tokens_per_s']:.1f}", f"{one['first_step_s']:.2f}"
             table.add_row(name, rate, first, str(one["held_blocks"]), *outside)
         console.print(table)
 
@@ -75,7 +75,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     """Right answers against kept fraction for both kinds of question, of the task measured most, and perplexity."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
     known, again, along = figure.subplots(1, 3)
     task = max((task for task in report["quality"] if task["counts"]), key=lambda one: len(one["points"]), default=None)
     for axes, asked, title in ((known, "known", "the known question"), (again, "asked_again", "asked again")):
@@ -88,8 +88,6 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
         axes.invert_xaxis()
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("share of KV kept on the device")
-    if known.has_data():
-        known.legend(fontsize="x-small")
     for run in report["streaming"]:
         along.plot(run["bounds"][1:], run["perplexity"], marker=".", label=f"{run['sinks']} sinks")
     if along.has_data():
@@ -97,6 +95,9 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
         along.legend()
     along.set_xlabel("tokens of text")
     along.set_title("perplexity in constant memory", fontsize="medium")
+    handles, labels = known.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=90)
     return path
 

@@ -1,4 +1,4 @@
-"""Decoding behind long prompts: tokens a second and blocks held, full and sparse, in turns."""
+"""Decoding behind long prompts: milliseconds a token and blocks held, full and sparse, in turns."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ def measure(
     batch: int,
     steps: int,
     rounds: int,
-    fraction: float,
+    fractions: Sequence[float],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`batch` different prompts of `length` tokens at once, each continued by `steps` tokens, at one kept fraction.
+    """`batch` different prompts of `length` tokens at once, each continued by `steps` tokens, at each kept fraction.
 
-    Prompts are hit in the cache where the policy allows it: what is timed begins when all are computed.
+    Full KV is measured on prompts as short as what is kept, too. Prompts are hit in the cache where the policy allows
+    it: what is timed begins when all are computed.
     """
-    fields: dict[str, Mapping[str, Any] | None] = {"full": None}
-    fields |= {policy: with_budget(policy, round(fraction * length)) for policy in policies}
+    cells: dict[str, tuple[int, Mapping[str, Any] | None]] = {"full": (length, None)}
+    for fraction in fractions:
+        budget = round(fraction * length)
+        cells[f"full, {fraction:.0%} of the prompt"] = budget, None
+        cells |= {f"{policy}, {fraction:.0%}": (length, with_budget(policy, budget)) for policy in policies}
     best: dict[str, dict[str, float]] = {}
     for number in range(rounds):
-        for name, field in fields.items():
-            tell(f"throughput: {name}, round {number + 1}/{rounds}, {batch} prompts of {length} tokens")
-            one = _run(engine, length, batch, steps, field, f"{name}-{number}")
+        for name, (num_tokens, field) in cells.items():
+            tell(f"throughput: {name}, round {number + 1}/{rounds}, {batch} prompts of {num_tokens} tokens")
+            one = _run(engine, num_tokens, batch, steps, field, f"{name}-{number}")
             if name not in best or one["decode_tokens_per_s"] > best[name]["decode_tokens_per_s"]:
                 best[name] = one
-    shape = {"length": length, "batch": batch, "steps": steps, "fraction": fraction, "rounds": rounds}
+    shape = {"length": length, "batch": batch, "steps": steps, "rounds": rounds}
     return {**shape, "policies": best}
 
 

@@ -123,12 +123,12 @@ def test_the_report_shows_and_draws_every_part(tmp_path: Path) -> None:
     report = {
         "quality": [chat, needle],
         "streaming": [streaming],
-        "throughput": {"batch": 1, "length": 512, "fraction": 0.2, "policies": {"full": speed}},
+        "throughput": {"batch": 1, "length": 512, "policies": {"full": speed}},
     }
     console = Console(record=True, width=200)
     show(report, console)
     shown = console.export_text()
-    for part in ("needle, 512 tokens", "chat, 512 tokens: does not count", "8.50, 5", "10.0"):
+    for part in ("needle, 512 tokens", "chat, 512 tokens: does not count", "8.50, 5", "100.0"):
         assert part in shown
     assert [path.name for path in write(report, tmp_path)] == ["sparse.json", "sparse.png"]
     assert json.loads((tmp_path / "sparse.json").read_text()) == report
