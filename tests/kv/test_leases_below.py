@@ -14,6 +14,7 @@ from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.tenants import TenantSpec
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
+from pagoda.kv.lease import TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
@@ -38,9 +39,17 @@ def make(tier: Tier, **config: object) -> EngineCore:
     return core
 
 
-def start(core: EngineCore, seed: int, request_id: str = "r", *, ttl_s: float = 60.0, name: str = "") -> None:
+def start(
+    core: EngineCore,
+    seed: int,
+    request_id: str = "r",
+    *,
+    ttl_s: float = 60.0,
+    name: str = "",
+    tier_use: TierUse = TierUse(),
+) -> None:
     core._scheduler.prefill_speed = PrefillSpeed(1.0)  # any load is worth it
-    params = SamplingParams(max_tokens=4, temperature=0.0)
+    params = SamplingParams(max_tokens=4, temperature=0.0, tier_use=tier_use)
     leases = [LeaseSpec(NUM_LEASED, ttl_s, name)] if ttl_s else []
     core.add(request_id, prompt(seed), params, scope=SCOPE, leases=leases)
 
@@ -66,7 +75,7 @@ def ask(core: EngineCore, seed: int, *, ttl_s: float = 60.0, name: str = "") -> 
 
 
 def hit(core: EngineCore, seed: int) -> int:
-    start(core, seed, ttl_s=0.0)
+    start(core, seed, ttl_s=0.0, tier_use=TierUse(wait_s=PATIENCE_S))
     request = core._requests["r"]
     finish(core)
     return request.num_hit_tokens
