@@ -84,13 +84,13 @@ class Crowd:
         self._tasks += [asyncio.create_task(live()) for _ in range(count)]
 
     async def until_gone(self, patience_s: float) -> None:
-        """Wait for the end, and for whoever then still waits for an answer; so long without any is a deadlock."""
+        """Wait for the end, and for whoever then still waits for an answer; so long without one is a deadlock."""
         left, last = set(self._tasks), (time.monotonic(), 0)
         while left:
             _, left = await asyncio.wait(left, timeout=0.5)
-            told = self.tally.answered.total() + self.tally.refused.total() + self.tally.left - len(left)
-            if told != last[1]:
-                last = time.monotonic(), told
+            progress = self.tally.answered.total() - len(left)
+            if progress != last[1]:
+                last = time.monotonic(), progress
             if left and time.monotonic() - last[0] > patience_s:
                 for each in left:
                     each.cancel()
