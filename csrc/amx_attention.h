@@ -65,9 +65,9 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
 // Entries past `count` become zero, up to a whole tile of 32 keys: a NaN in a slot nobody wrote would spread.
 template <typename Source>
 inline void pack_keys(const Entries<bf16>& entries, const Source& source, int count, int64_t head_dim, bf16* to) {
-    for (int j = 0; j < count; j++) {
-        if (j % 4 == 0) source.prefetch_next(j);
-        memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
+    for (int turn = 0; turn < turns(count); turn++) {
+        source.prefetch_next(turn);
+        for (int j = turn; j < count; j += turns(count)) memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
     }
     const int end = (count + kTileSide - 1) / kTileSide * kTileSide;
     memset(to + count * head_dim, 0, (end - count) * head_dim * sizeof(bf16));

@@ -101,15 +101,27 @@ struct Entries {
     }
 };
 
+// Entries are met four at a time, one from each quarter of the list:
+//
+//     entry    0 1 2 ...   16 17 18 ...   32 33 34 ...   48 49 50 ...
+//     turn     0 1 2 ...    0  1  2 ...    0  1  2 ...    0  1  2 ...
+//
+// Quarters are in different pages, and the hardware reads ahead in each page by itself: four neighbours would wait for memory twice
+// as long.
+inline int turns(int count) { return (count + 3) / 4; }
+
 // Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
 template <typename T>
-inline void prefetch(const Entries<T>& entries, int begin, int64_t head_dim) {
-    constexpr int kLine = 64 / sizeof(T);
-    for (int j = begin; j < smaller(begin + 4, entries.count); j++) {
-        for (int64_t i = 0; i < head_dim; i += kLine) {
-            __builtin_prefetch(entries.keys[j] + i);
-            __builtin_prefetch(entries.values[j] + i);
-        }
+inline void prefetch_row(const T* row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
+}
+template <typename T>
+inline void prefetch(const Entries<T>& entries, int turn, int64_t key_bytes, int64_t value_bytes) {
+    const int quarter = turns(entries.count);
+    if (turn >= quarter) return;
+    for (int j = turn; j < entries.count; j += quarter) {
+        prefetch_row(entries.keys[j], key_bytes);
+        prefetch_row(entries.values[j], value_bytes);
     }
 }
 
@@ -129,7 +141,10 @@ public:
         entries_[next_] = Entries<T>(a_, t_, s_, then_head, then_begin);
         return entries_[now];
     }
-    void prefetch_next(int j) const { prefetch(entries_[next_], j, a_.pool.head_dim); }
+    void prefetch_next(int turn) const {
+        const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);
+        prefetch(entries_[next_], turn, bytes, bytes);
+    }
     // What scores, and probabilities, are multiplied with for each entry; null: nothing.
     const float* key_scales() const { return nullptr; }
     const float* value_scales() const { return nullptr; }

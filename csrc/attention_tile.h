@@ -51,30 +51,38 @@ PAGODA_INLINE void score_step(Vec (&acc)[kRows][4], const float* q, int64_t stri
     }
 }
 
+// Four entries against kRows rows; their scores are `apart` from one another.
 template <int kRows, typename T>
-inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores) {
+inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores, int apart) {
     const int64_t stride = padded(head_dim);
     Vec acc[kRows][4] = {};
     int64_t i = 0;
     for (; i + kWidth <= head_dim; i += kWidth) score_step<kRows>(acc, q, stride, keys, i, kWidth);
     if (i < head_dim) score_step<kRows>(acc, q, stride, keys, i, head_dim - i);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) sum4(acc[r], scores + r * kTileKeys);
+    for (int r = 0; r < kRows; r++) {
+        float sums[4];
+        sum4(acc[r], sums);
+        for (int j = 0; j < 4; j++) scores[r * kTileKeys + j * apart] = sums[j];
+    }
 }
 
 template <typename T, typename Source>
 inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Source& source, int64_t rows,
                   float* scores) {
-    for (int j = 0; j < entries.count; j += 4) {
-        source.prefetch_next(j);
+    const int quarter = turns(entries.count);
+    for (int turn = 0; turn < quarter; turn++) {
+        source.prefetch_next(turn);
+        const T* keys[4];
+        for (int j = 0; j < 4; j++) keys[j] = entries.keys[turn + j * quarter];
         for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
             const float* qr = q + r * padded(head_dim);
-            float* to = scores + r * kTileKeys + j;
+            float* to = scores + r * kTileKeys + turn;
             switch (smaller<int64_t>(kRowsAtOnce, rows - r)) {
-                case 1: score_block<1>(qr, head_dim, entries.keys + j, to); break;
-                case 2: score_block<2>(qr, head_dim, entries.keys + j, to); break;
-                case 3: score_block<3>(qr, head_dim, entries.keys + j, to); break;
-                default: score_block<4>(qr, head_dim, entries.keys + j, to);
+                case 1: score_block<1>(qr, head_dim, keys, to, quarter); break;
+                case 2: score_block<2>(qr, head_dim, keys, to, quarter); break;
+                case 3: score_block<3>(qr, head_dim, keys, to, quarter); break;
+                default: score_block<4>(qr, head_dim, keys, to, quarter);
             }
         }
     }
@@ -106,11 +114,14 @@ inline void accumulate_block(const float* p, const T* const* values, int count, 
     for (int r = 0; r < kRows; r++) {
         for (int i = 0; i < kVecs; i++) sums[r][i] = load(acc + r * stride + i * kWidth);
     }
-    for (int j = 0; j < count; j++) {
-        Vec v[kVecs];
-        for (int i = 0; i < kVecs; i++) v[i] = load(values[j] + offset + i * kWidth);
-        for (int r = 0; r < kRows; r++) {
-            for (int i = 0; i < kVecs; i++) sums[r][i] += p[r * kTileKeys + j] * v[i];
+    constexpr int kQuarter = kTileKeys / 4;  // whatever the count, so that a sum does not depend on how many entries are masked
+    for (int turn = 0; turn < kQuarter; turn++) {
+        for (int j = turn; j < count; j += kQuarter) {
+            Vec v[kVecs];
+            for (int i = 0; i < kVecs; i++) v[i] = load(values[j] + offset + i * kWidth);
+            for (int r = 0; r < kRows; r++) {
+                for (int i = 0; i < kVecs; i++) sums[r][i] += p[r * kTileKeys + j] * v[i];
+            }
         }
     }
     for (int r = 0; r < kRows; r++) {

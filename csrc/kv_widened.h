@@ -92,12 +92,7 @@ public:
         return entries_;
     }
 
-    void prefetch_next(int begin) const {
-        for (int j = begin; j < smaller(begin + 4, next_.count); j++) {
-            prefetch_row(next_.keys[j], row_bytes(*s_.keys));
-            prefetch_row(next_.values[j], row_bytes(*s_.values));
-        }
-    }
+    void prefetch_next(int turn) const { prefetch(next_, turn, row_bytes(*s_.keys), row_bytes(*s_.values)); }
     const float* key_scales() const { return scaled_apart(*s_.keys) ? key_scales_ : nullptr; }
     const float* value_scales() const { return scaled_apart(*s_.values) ? value_scales_ : nullptr; }
 
@@ -107,10 +102,6 @@ private:
     int64_t row_bytes(const PoolPart& part) const {
         return part.format == kNibbles ? a_.pool.head_dim / 2 : a_.pool.head_dim * bytes_of(part.format);
     }
-    static void prefetch_row(const uint8_t* row, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-    }
-
     // Calls body(block, slot, first, n) for each run of the chunk's entries in one block.
     template <typename Body>
     void for_each_run(int64_t begin, Body body) {
