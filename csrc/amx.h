@@ -17,21 +17,24 @@ constexpr int kTileDepth = 32;      // bf16 columns of a left operand
 constexpr int kCodeDepth = 64;      // int8 columns of a left operand
 constexpr int kTileRowBytes = 64;
 
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+    constexpr TileShapes() {
+        for (int i = 0; i < 8; i++) {
+            row_bytes[i] = kTileRowBytes;
+            rows[i] = kTileSide;
+        }
+    }
+};
+// In memory from the start: GCC 12 believes that `_tile_loadconfig` reads eight bytes, and may store the others later.
+constexpr TileShapes kFullTiles;
+
 // All eight tile registers at full size while this object lives.
 class TileConfig {
 public:
-    TileConfig() {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        for (int i = 0; i < 8; i++) {
-            config.row_bytes[i] = kTileRowBytes;
-            config.rows[i] = kTileSide;
-        }
-        _tile_loadconfig(&config);
-    }
+    TileConfig() { _tile_loadconfig(&kFullTiles); }
     ~TileConfig() { _tile_release(); }
     TileConfig(const TileConfig&) = delete;
     TileConfig& operator=(const TileConfig&) = delete;

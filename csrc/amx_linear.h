@@ -20,34 +20,39 @@ inline Vec rounded(Vec x) {
 struct Panel {
     const char* w[2];  // the two tiles' first rows
     int64_t out[2];    // and outputs
-    int64_t row_bytes;
+    int64_t apart;     // from one output of a tile to the next
+    int64_t step;      // and from its row, in bytes
     int tiles;
 };
 
-inline Panel panel_at(const TileLinearArgs& a, int64_t panel) {
+// Panel `index` of those that take the outputs [begin, end) between them. Where the sink does not want neighbours, whole panels are one
+// output apart: a page then has one row of each tile, and the hardware reads it ahead as panel follows panel.
+//
+//     outputs   0 1 2 3   4 5 6 7   8 9 ..      rows of W, four to a page
+//     panels    0 1 2 3   0 1 2 3   0 1 ..
+inline Panel panel_at(const TileLinearArgs& a, int64_t index, int64_t begin, int64_t end) {
+    const bool gated = a.sink == Sink::kSwiGlu;
+    const int64_t outs = panel_outs(a.sink), whole = (end - begin) / outs;
+    const bool apart = index < whole && (gated || a.sink == Sink::kAddLanes);
     Panel p;
-    if (a.sink == Sink::kSwiGlu) {
-        p.out[0] = panel * kTileSide;
-        p.out[1] = a.num_out + p.out[0];
-        p.tiles = 2;
-    } else {
-        p.out[0] = 2 * panel * kTileSide;
-        p.out[1] = p.out[0] + kTileSide;
-        p.tiles = p.out[1] < a.num_out ? 2 : 1;
-        if (p.tiles == 1) p.out[1] = p.out[0];
-    }
-    p.row_bytes = a.weight_row_stride * (int64_t)(a.weight.scales ? sizeof(int8_t) : sizeof(bf16));
-    for (int i = 0; i < 2; i++) p.w[i] = (const char*)a.weight.values + p.out[i] * p.row_bytes;
+    p.apart = apart ? whole : 1;
+    p.tiles = gated || index < whole ? 2 : 1;
+    p.out[0] = begin + index * (apart ? 1 : outs);
+    p.out[1] = gated ? a.num_out + p.out[0] : p.tiles == 2 ? p.out[0] + p.apart * kTileSide : p.out[0];
+    const int64_t row_bytes = a.weight_row_stride * (int64_t)(a.weight.scales ? sizeof(int8_t) : sizeof(bf16));
+    p.step = p.apart * row_bytes;
+    for (int i = 0; i < 2; i++) p.w[i] = (const char*)a.weight.values + p.out[i] * row_bytes;
     return p;
 }
 
-// Brings the products of one turn to where they go, a piece with each step of the next turn: vectors are busy with what leaves for
-// about as long as tiles are with a product of 576 values, and both work at once if their instructions are near each other.
+// Brings the products of one turn to where they go, a piece with each step of the next turn, of this panel or the one after it: vectors
+// are busy with what leaves for about as long as tiles are with a product of 576 values, and both work at once if their instructions
+// are near each other.
 template <bool kCodes>
 class Outgoing {
 public:
-    Outgoing(const TileLinearArgs& a, const Panel& p)
-        : a_(a), p_(p), share_((int)(1 + 2 * kPieces * (kCodes ? kCodeDepth : kTileDepth) / a.num_in)) {}
+    explicit Outgoing(const TileLinearArgs& a)
+        : a_(a), share_((int)(1 + 2 * kPieces * (kCodes ? kCodeDepth : kTileDepth) / a.num_in)) {}
 
     void some() {
         for (int i = 0; i < share_ && next_ < end_; i++) put(next_++);
@@ -56,8 +61,9 @@ public:
         while (next_ < end_) put(next_++);
     }
     // Takes the four accumulators, which are of the rows from `row` on: BF16 [blocks][2 tiles], codes of one block [2 tiles][high, low].
-    void take(int64_t row, int blocks) {
+    void take(const Panel& panel, int64_t row, int blocks) {
         finish();
+        p_ = panel;
         _tile_stored(0, tile_[0], kTileRowBytes);
         _tile_stored(1, tile_[1], kTileRowBytes);
         if (kCodes || blocks == 2) {
@@ -73,7 +79,7 @@ private:
     static constexpr int kPieces = 8;  // of a block: two outputs of each tile, or once in four a whole tile
 
     Vec value(int block, int tile, int o) const {
-        const int64_t out = p_.out[tile] + o;
+        const int64_t out = p_.out[tile] + o * p_.apart;
         Vec y = load(tile_[kCodes ? 2 * tile : 2 * block + tile][o]);
         if (kCodes) {
             const Vec unit = load(a_.x_units + row_);
@@ -101,15 +107,22 @@ private:
             const Vec gate = rounded(value(block, 0, i)), up = rounded(value(block, 1, i));
             return gate / (1.0f + exp(-gate)) * up;
         };
-        bf16* to = (bf16*)a_.out + row * a_.num_out + (p_.out[0] + o) * kTileSide;
-        _mm512_storeu_si512(to, pack_pairs(gated(o), gated(o + 1)));
+        bf16* to = (bf16*)a_.out + row * a_.num_out;
+        const int64_t out = p_.out[0] + o * p_.apart;
+        if (p_.apart == 1) return _mm512_storeu_si512(to + out * kTileSide, pack_pairs(gated(o), gated(o + 1)));
+        for (int i = 0; i < 2; i++) {  // half of a pair each; another panel has its other half
+            const Vec value = gated(o + i);
+            const int64_t at = out + i * p_.apart;
+            _mm512_mask_storeu_epi16(to + at / 2 * 2 * kTileSide, at % 2 ? 0xaaaaaaaa : 0x55555555, pack_pairs(value, value));
+        }
     }
 
     void add_lanes(int block, int64_t row, int o) {
         for (int tile = 0; tile < p_.tiles; tile++) {
-            float* to = (float*)a_.out + row * a_.num_out + (p_.out[tile] + o) * kTileSide;
-            store(to, load(to) + value(block, tile, o));
-            store(to + kTileSide, load(to + kTileSide) + value(block, tile, o + 1));
+            for (int i = o; i < o + 2; i++) {
+                float* to = (float*)a_.out + row * a_.num_out + (p_.out[tile] + i * p_.apart) * kTileSide;
+                store(to, load(to) + value(block, tile, i));
+            }
         }
     }
 
@@ -129,7 +142,7 @@ private:
     }
 
     const TileLinearArgs& a_;
-    const Panel& p_;
+    Panel p_;
     const int share_;  // pieces that leave with a step
     alignas(64) float tile_[4][kTileSide][kTileSide];
     int64_t row_ = 0;
@@ -146,9 +159,9 @@ inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgo
     _tile_zero(3);
     for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
         _tile_loadd(6, x + i * kTileSide, kTileRowBytes);
-        _tile_loadd(4, w0 + i, p.row_bytes);
+        _tile_loadd(4, w0 + i, p.step);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, w1 + i, p.row_bytes);
+        _tile_loadd(5, w1 + i, p.step);
         _tile_dpbf16ps(1, 5, 6);
         if (kBlocks == 2) {
             _tile_loadd(7, next + i * kTileSide, kTileRowBytes);
@@ -157,7 +170,7 @@ inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgo
         }
         outgoing.some();
     }
-    outgoing.take(row, kBlocks);
+    outgoing.take(p, row, kBlocks);
 }
 
 // The same with codes of W and one block of fixed x.
@@ -171,39 +184,42 @@ inline void multiply_codes(const TileLinearArgs& a, const Panel& p, int64_t row,
         const char* quads = (const char*)(a.packed_x + row * a.num_in + i * kTileSide);
         _tile_loadd(6, quads, stride);
         _tile_loadd(7, quads + kTileRowBytes, stride);
-        _tile_loadd(4, p.w[0] + i, p.row_bytes);
+        _tile_loadd(4, p.w[0] + i, p.step);
         _tile_dpbssd(0, 4, 6);
         _tile_dpbsud(1, 4, 7);
-        _tile_loadd(5, p.w[1] + i, p.row_bytes);
+        _tile_loadd(5, p.w[1] + i, p.step);
         _tile_dpbssd(2, 5, 6);
         _tile_dpbsud(3, 5, 7);
         outgoing.some();
     }
-    outgoing.take(row, 1);
+    outgoing.take(p, row, 1);
 }
 
 template <bool kCodes>
-inline void tile_linear_of(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
+inline void tile_linear_of(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end) {
     const TileConfig configured;
-    const Panel p = panel_at(a, panel);
-    Outgoing<kCodes> outgoing(a, p);
-    for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
-        const bool two = row + kTileSide < a.rows;
-        if constexpr (kCodes) {
-            multiply_codes(a, p, row, outgoing);
-            if (two) multiply_codes(a, p, row + kTileSide, outgoing);
-        } else if (two) {
-            multiply<2>(a, p, row, outgoing);
-        } else {
-            multiply<1>(a, p, row, outgoing);
+    Outgoing<kCodes> outgoing(a);
+    const int64_t outs = panel_outs(a.sink), panels = (out_end - out_begin + outs - 1) / outs;
+    for (int64_t i = 0; i < panels; i++) {
+        const Panel p = panel_at(a, i, out_begin, out_end);
+        for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
+            const bool two = row + kTileSide < a.rows;
+            if constexpr (kCodes) {
+                multiply_codes(a, p, row, outgoing);
+                if (two) multiply_codes(a, p, row + kTileSide, outgoing);
+            } else if (two) {
+                multiply<2>(a, p, row, outgoing);
+            } else {
+                multiply<1>(a, p, row, outgoing);
+            }
         }
     }
     outgoing.finish();
 }
 
-void tile_linear(const TileLinearArgs& a, int64_t panel, int64_t row_begin, int64_t row_end) {
-    if (a.weight.scales) return tile_linear_of<true>(a, panel, row_begin, row_end);
-    tile_linear_of<false>(a, panel, row_begin, row_end);
+void tile_linear(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end) {
+    if (a.weight.scales) return tile_linear_of<true>(a, out_begin, out_end, row_begin, row_end);
+    tile_linear_of<false>(a, out_begin, out_end, row_begin, row_end);
 }
 
 }  // namespace

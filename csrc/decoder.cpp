@@ -14,9 +14,10 @@
 namespace pagoda {
 namespace {
 
-constexpr int64_t kPanel = 32;             // outputs of a panel
 constexpr int64_t kPhasesPerLayer = 19;
 constexpr int64_t kOtherPhases = 6;
+
+int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Whole pairs of blocks.
 int64_t rows_at_once_of(int64_t num_in) {
@@ -67,8 +68,8 @@ Batch batch_of(const StepTensors& step, const LayerTensors& layer, const LayerSt
 template <typename Share>
 class Pass {
 public:
-    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Share& share)
-        : s_(shape), step_(step), m_(memory), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, int threads, Share& share)
+        : s_(shape), step_(step), m_(memory), threads_(threads), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
     void begin(const Cut& cut) {
         if (cut.part == Cut::kBefore) residual_ = cut.lanes;
@@ -209,11 +210,14 @@ private:
 
     void linear(const bf16* x, int64_t num_in, const Matrix& weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
         const TileLinearArgs args = {x, m_.units, weight, bias, out, num_in, rows_, num_in, num_out, sink};
-        const int64_t outs = sink == Sink::kSwiGlu ? kPanel / 2 : kPanel;
-        const int64_t panels = (num_out + outs - 1) / outs, rows_at_once = rows_at_once_of(num_in), chunks = (rows_ + rows_at_once - 1) / rows_at_once;
-        share_(panels * chunks, [&](int64_t i) {
-            const int64_t begin = i / panels * rows_at_once;
-            tiles_.linear(args, i % panels, begin, std::min(begin + rows_at_once, rows_));
+        const int64_t rows_at_once = rows_at_once_of(num_in), chunks = divided_up(rows_, rows_at_once);
+        const int64_t panels = divided_up(num_out, panel_outs(sink));
+        // As many tasks for each thread, if possible.
+        const int64_t tasks = divided_up(divided_up(panels, panels_together(weight, num_in, rows_)), threads_) * threads_;
+        const int64_t outs = std::max<int64_t>(1, panels / tasks) * panel_outs(sink), groups = divided_up(num_out, outs);
+        share_(groups * chunks, [&](int64_t i) {
+            const int64_t out = i % groups * outs, begin = i / groups * rows_at_once;
+            tiles_.linear(args, out, std::min(out + outs, num_out), begin, std::min(begin + rows_at_once, rows_));
         });
     }
 
@@ -260,6 +264,7 @@ private:
     const DecoderTensors& s_;
     const StepTensors& step_;
     const Activations& m_;
+    const int threads_;
     Share& share_;
     const TileTable& tiles_;
     int64_t rows_;
@@ -348,7 +353,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](auto share) {
-        Pass pass(shape_, step, memory, share);
+        Pass pass(shape_, step, memory, threads, share);
         pass.begin(cut);
         for (size_t i = first; i < layers_.size(); i++) {
             const bool foretells = i + 1 < layers_.size() && !step.layers[i + 1].foretold.rows.empty();

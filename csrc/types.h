@@ -193,6 +193,16 @@ enum class Sink : int {
 
 constexpr int64_t kCachedX = 1 << 20;  // bytes of x that stay in a core's cache while panels of a matrix pass
 
+// Outputs of a panel, which is what meets the rows at a time: two tiles of them, or one of gate and one of up.
+constexpr int64_t panel_outs(Sink sink) { return sink == Sink::kSwiGlu ? 16 : 32; }
+
+// Panels that a task should take together: as many as a page has rows of W, where reading W is what counts (see panel_at).
+constexpr int64_t panels_together(const Matrix& weight, int64_t num_in, int64_t rows) {
+    constexpr int64_t kPage = 4096, kFewRows = 32, kMost = 8;
+    const int64_t row_bytes = num_in * (weight.scales ? 1 : 2), together = (kPage + row_bytes - 1) / row_bytes;
+    return rows > kFewRows ? 1 : together < kMost ? together : kMost;
+}
+
 struct TileLinearArgs {
     const bf16* packed_x;
     const float* x_units;  // of fixed rows; not read with a BF16 weight
@@ -246,8 +256,8 @@ struct TileTable {
     void (*pack)(const PackArgs&, int64_t block);
     void (*fix)(const FixArgs&, int64_t block);
     void (*select)(const SelectLanesArgs&, int64_t block);
-    // Outputs [32 * panel, 32 * panel + 32), or 16 and 16 of gate and up, of the rows [row_begin, row_end), whole pairs of blocks.
-    void (*linear)(const TileLinearArgs&, int64_t panel, int64_t row_begin, int64_t row_end);
+    // Outputs [out_begin, out_end), whole panels but at the end of the matrix, of the rows [row_begin, row_end), whole pairs of blocks.
+    void (*linear)(const TileLinearArgs&, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end);
 };
 
 struct IsaTable {
