@@ -149,15 +149,26 @@ private:
     int next_ = 0, end_ = 0;
 };
 
+// Asks for what comes `ahead` inputs after `i`, unless the rows of W end before.
+inline void prefetch(const TileLinearArgs& a, const Panel& p, int64_t i, int64_t ahead) {
+    if (i + ahead >= a.num_in) return;
+    for (int o = 0; o < kTileSide; o++) {
+        for (const char* w : p.w) __builtin_prefetch(w + o * p.step + (i + ahead) * (int64_t)sizeof(bf16));
+    }
+}
+
 template <int kBlocks>
 inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgoing<false>& outgoing) {
     const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
     const bf16 *w0 = (const bf16*)p.w[0], *w1 = (const bf16*)p.w[1];
+    // Where W comes from memory and two blocks are much to multiply it with, the processor does not look far enough ahead.
+    const bool from_memory = kBlocks == 2 && a.rows <= 2 * kTileSide;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
+        if (from_memory) prefetch(a, p, i, 4 * kTileDepth);
         _tile_loadd(6, x + i * kTileSide, kTileRowBytes);
         _tile_loadd(4, w0 + i, p.step);
         _tile_dpbf16ps(0, 4, 6);

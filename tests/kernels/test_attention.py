@@ -176,6 +176,17 @@ def test_random_batches(isa: str, seed: int) -> None:
     check(batch, window=window, softcap=rng.choice([None, 5.0]))
 
 
+def test_a_float32_row_does_not_depend_on_its_company(isa: str) -> None:
+    """A token alone gets the bits that it gets among others, wherever it is in a turn of 64 entries."""
+    batch = make_batch([(150, 150)])
+    among = run(native, batch, need_mass=False).out
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    for row in (0, 2, 5, 16, 17, 40, 62, 63, 64, 70, 100, 149):
+        lens = torch.tensor([row + 1], dtype=torch.int32)
+        alone = PagedBatch(batch.pool, batch.view, batch.block_table, starts, lens, batch.q[row : row + 1])
+        assert torch.equal(run(native, alone, need_mass=False).out, among[row : row + 1])
+
+
 def some_rows(batch: PagedBatch, share: float, seed: int) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
     """The batch with a share of its rows, which of them those are, and their places."""
     keep = torch.rand(len(batch.q), generator=torch.Generator().manual_seed(seed)) < share
