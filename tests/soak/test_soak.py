@@ -174,7 +174,7 @@ async def test_ten_times_more_than_there_is_room_for(folder: Path, monkeypatch: 
         crowd.add(26, crowd.honest, "one")
         crowd.add(14, crowd.honest, "bulk")
         crowd.add(6, crowd.thrifty, "thrifty", pause_s=0.2)
-        crowd.add(8, crowd.leaver, "one", pause_s=0.1)
+        crowd.add(8, crowd.leaver, "thrifty", pause_s=0.1)  # not of those whose tokens are compared
         crowd.add(4, crowd.leaver, "gold", pause_s=0.5)
         crowd.add(3, crowd.vandal, "bulk", pause_s=0.2)
         readings: list[tuple[float, int, int, float]] = []
