@@ -52,7 +52,7 @@ def generate(folder: Path, names: list[str], *, in_one_call: bool) -> list[Gener
 def test_the_books_are_the_same_as_layer_by_layer(
     folder: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no layer calls back. What is computed, tests/kernels/test_fused.py compares: here roundings decide choices."""
+    """And no layer calls back. Roundings decide choices here: tests/kernels/test_fused.py compares what is computed."""
     by_layers = generate(folder, names, in_one_call=False)
 
     def never(*given: Any) -> None:
