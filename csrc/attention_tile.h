@@ -22,7 +22,7 @@ struct Scratch {
     float* scores;  // [kTileRows, kTileKeys]
     float* top;     // [kTileRows] largest score so far
     float* sum;     // [kTileRows]
-    void* widened;  // what Widened keeps
+    void* widened;  // what Widened keeps, or the less that Int8InPlace does
 
     Scratch(void* memory, int64_t head_dim)
         : q((float*)memory),
@@ -67,6 +67,11 @@ inline void score_block(const float* q, int64_t head_dim, const T* const* keys, 
     }
 }
 
+// What is after the last of `count` is undefined then, up to the end of its vector.
+inline void multiply(float* numbers, const float* by, int count) {
+    for (int j = 0; j < count; j += kWidth) store(numbers + j, load(numbers + j) * load(by + j));
+}
+
 template <typename T, typename Source>
 inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Source& source, int64_t rows,
                   float* scores) {
@@ -86,6 +91,7 @@ inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, c
             }
         }
     }
+    for (int64_t r = 0; source.key_scales() && r < rows; r++) multiply(scores + r * kTileKeys, source.key_scales(), entries.count);
 }
 
 // Queries are scaled when they are loaded, into log2 units at once unless a softcap has to see the plain scores.
@@ -237,10 +243,19 @@ inline void attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch
                 soft_cap(a, scores, entries.count);
                 const int count = mask(scores, seen(a, t, stretch, t.row_begin + r, begin, end), entries.count);
                 softmax_step(scores, count, s.top[h * rows + r], s.sum[h * rows + r], acc + r * padded(head_dim), head_dim);
+                if (source.value_scales()) multiply(scores, source.value_scales(), entries.count);
             }
             accumulate(s.scores, entries, head_dim, rows, acc);
         }
     }
+}
+
+// Calls body<Source>() with how a stretch is best read by rows of T.
+template <typename T, typename Body>
+inline void with_source(const Stretch& s, Body body) {
+    if (lies_as<T>(s)) return body.template operator()<InPlace<T>>();
+    if (lies_as<int8_t>(s)) return body.template operator()<Int8InPlace>();
+    return body.template operator()<Widened<float>>();
 }
 
 template <typename T>
@@ -256,11 +271,7 @@ void attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.sum[r] = 0;
     }
     for (const Stretch& stretch : stretches(a, t)) {
-        if (lies_as<T>(stretch)) {
-            attend<InPlace<T>>(a, t, stretch, s);
-        } else {
-            attend<Widened<float>>(a, t, stretch, s);
-        }
+        with_source<T>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, s); });
     }
     for (int64_t r = 0; r < all_rows; r++) {
         finish_row<T>(a, t, (int)(r / rows), r % rows, s.acc + r * padded(head_dim), s.top[r], s.sum[r]);
@@ -301,11 +312,7 @@ void attention_mass(const AttentionArgs& a, const MassTile& m, void* memory) {
         const int64_t rows = smaller<int64_t>(kTileRows, t.row_end - row);
         load_queries<T>(a, t, t.kv_head, row, rows, s.q);
         for (const Stretch& stretch : stretches(a, t)) {
-            if (lies_as<T>(stretch)) {
-                add_mass<T, InPlace<T>>(a, m, stretch, s, row, rows);
-            } else {
-                add_mass<T, Widened<float>>(a, m, stretch, s, row, rows);
-            }
+            with_source<T>(stretch, [&]<typename Source>() { add_mass<T, Source>(a, m, stretch, s, row, rows); });
         }
     }
 }

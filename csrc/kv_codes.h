@@ -15,6 +15,8 @@ template <>
 constexpr int format_of<bf16> = kBF16;
 template <>
 constexpr int format_of<f16> = kF16;
+template <>
+constexpr int format_of<int8_t> = kInt8;
 
 struct e4m3 {
     uint8_t bits;

@@ -1,7 +1,7 @@
 // Keys and values that are not stored as the arithmetic wants them, widened a tile at a time into the L1 cache.
 #pragma once
 
-#include "attention_entries.h"
+#include "kv_coded.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -74,10 +74,9 @@ public:
     const Entries<Out>& at(int head, int64_t begin, int then_head, int64_t then_begin) {
         const int count = entries_.count = next_.count;
         if (s_.keys->format == kNibbles) {
-            for_each_run(begin, [&](int64_t block, int64_t, int j, int n) {
+            for_each_run(a_, t_, s_, begin, count, [&](int64_t block, int64_t, int j, int n) {
                 const Beside &scales = s_.keys->scales, &zeros = s_.keys->zeros;
-                widen_nibble_channels(next_.keys + j, (const ScaleCode*)scales.data + block * scales.block_stride + head * scales.head_stride,
-                                      (const bf16*)zeros.data + block * zeros.block_stride + head * zeros.head_stride, n,
+                widen_nibble_channels(next_.keys + j, number_at<ScaleCode>(scales, head, block, 0), number_at<bf16>(zeros, head, block, 0), n,
                                       a_.pool.head_dim, keys_ + j * stride_);
             });
         } else {
@@ -102,37 +101,17 @@ private:
     int64_t row_bytes(const PoolPart& part) const {
         return part.format == kNibbles ? a_.pool.head_dim / 2 : a_.pool.head_dim * bytes_of(part.format);
     }
-    // Calls body(block, slot, first, n) for each run of the chunk's entries in one block.
-    template <typename Body>
-    void for_each_run(int64_t begin, Body body) {
-        const int64_t block_size = a_.pool.block_size;
-        for (int j = 0; j < entries_.count;) {
-            const int32_t id = t_.blocks[(begin + j) / block_size];
-            const int64_t slot = (begin + j) % block_size;
-            const int n = (int)smaller<int64_t>(block_size - slot, entries_.count - j);
-            body((int64_t)(s_.slot_of ? s_.slot_of[id] : id), slot, j, n);
-            j += n;
-        }
-    }
-
-    template <typename Scale>
-    void gather(const Beside& from, int head, int64_t begin, float* to) {
-        for_each_run(begin, [&](int64_t block, int64_t slot, int j, int n) {
-            const Scale* scales = (const Scale*)from.data + block * from.block_stride + head * from.head_stride + slot;
-            for_each_vector(n, [&](int64_t i, int64_t lanes) { store_lanes(to + j + i, load_lanes(scales + i, lanes), lanes); });
-        });
-    }
 
     // Entries with a scale each, or none.
     void widen(const PoolPart& part, const uint8_t* const* rows, int head, int64_t begin, float* scales, Out* to) {
         const int count = entries_.count;
         const int64_t head_dim = a_.pool.head_dim;
         if (part.format == kNibbles) {
-            gather<ScaleCode>(part.scales, head, begin, scales);
-            gather<bf16>(part.zeros, head, begin, zeros_);
+            gather<ScaleCode>(a_, t_, s_, part.scales, head, begin, count, scales);
+            gather<bf16>(a_, t_, s_, part.zeros, head, begin, count, zeros_);
             return widen_nibble_rows(rows, scales, zeros_, count, head_dim, to);
         }
-        if (!is_plain(part)) gather<bf16>(part.scales, head, begin, scales);
+        if (!is_plain(part)) gather<bf16>(a_, t_, s_, part.scales, head, begin, count, scales);
         const float* folded = is_plain(part) || scaled_apart(part) ? nullptr : scales;
         switch (part.format) {
             case kF32: return widen_rows<float>(rows, nullptr, count, head_dim, to);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import openai
 import pytest
 
 from pagoda.cli import options
+from pagoda.engine.core import EngineCore
+from pagoda.engine.outputs import RequestOutput
 from pagoda.engine.pressure.admission import Refusal
 from pagoda.engine.pressure.config import PressureConfig
+from pagoda.engine.pressure.control import LOOK_EVERY_S
 from pagoda.engine.pressure.ladder import LadderConfig, Level, Signals, Thresholds
 from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import ConfigError, Overloaded
@@ -158,8 +162,15 @@ async def test_metrics_tell_the_level_and_what_it_cost(live: Live) -> None:
         assert line in text, line
 
 
-async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path) -> None:
-    """A pool of 25 blocks, of which a lease of two minutes is already pressure enough."""
+async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of 25 blocks, most of which one request takes; its 200 steps last for more looks than there are levels."""
+    step = EngineCore.step
+
+    def slow_step(core: EngineCore) -> list[RequestOutput]:
+        time.sleep(LOOK_EVERY_S / 5)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", slow_step)
     ladder = LadderConfig(thresholds=Thresholds(pool=(0.05, 0.1, 0.15, 0.2, 0.9)), rise_s=0.0, fall_s=0.1)
     settings = {"pressure": PressureConfig(ladder, longest_share=0.2), "keys": False, "admin_key": "root"}
     async with serve(folder, **settings) as live:
