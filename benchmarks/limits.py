@@ -104,7 +104,6 @@ class Model:
             block_tables=(tables,) * (max(self.groups) + 1),
             slot_mapping=(slots.flatten(),) * (max(self.groups) + 1),
             logits_rows=starts[1:] - 1,
-            max_query_len=new,
         )
         pairs = requests * sum(range(start + 1, start + new + 1))
         attention = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers

@@ -97,7 +97,6 @@ def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
         block_tables=tuple(tables),
         slot_mapping=tuple(slots),
         logits_rows=to(query_start[1:][wanted].astype(np.int64) - 1),
-        max_query_len=int(counts.max()),
     )
 
 

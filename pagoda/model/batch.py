@@ -33,7 +33,6 @@ class ForwardBatch:
             blocks that slid out of the group's window, are any valid block id and are never read.
         slot_mapping: per layer group, int64 `[num_rows]`.
         logits_rows: int64 `[num_logits]`.
-        max_query_len: the most rows any one request has.
         places: int32 `[num_rows]`, each row's KV entry among its request's; None: they are its last ones.
     """
 
@@ -44,5 +43,4 @@ class ForwardBatch:
     block_tables: tuple[torch.Tensor, ...]
     slot_mapping: tuple[torch.Tensor, ...]
     logits_rows: torch.Tensor
-    max_query_len: int
     places: torch.Tensor | None = None

@@ -53,7 +53,6 @@ class Narrowed:
             query_start=query_start.int(),
             slot_mapping=tuple(slots[rows] for slots in batch.slot_mapping),
             logits_rows=kept_before[batch.logits_rows],
-            max_query_len=int(query_start.diff().max()),
             places=places[rows],
         )
         return cls(rows, narrowed)

@@ -86,7 +86,6 @@ class PagedRun:
             block_tables=tuple(tables),
             slot_mapping=tuple(torch.tensor(group) for group in slots),
             logits_rows=torch.arange(len(rows)) if all_logits else torch.tensor(starts[1:]) - 1,
-            max_query_len=max(count for _, count in chunks),
         )
 
     def step(

@@ -52,7 +52,6 @@ def test_the_rows_that_are_left(tmp_path: Path) -> None:
     assert now.block_tables is batch.block_tables
     assert now.slot_mapping[0].tolist() == batch.slot_mapping[0][keep].tolist()
     assert now.logits_rows.tolist() == [3, 5, 6]
-    assert now.max_query_len == 4
     assert (now.query_start.dtype, now.places.dtype) == (torch.int32, torch.int32)
     fewer = Narrowed.to(now, torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)).batch
     assert fewer.query_start.tolist() == [0, 2, 3, 4]

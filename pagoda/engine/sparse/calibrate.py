@@ -51,7 +51,6 @@ def _read(decoder: Decoder, tokens: torch.Tensor, position: int, asked: Asked) -
         block_tables=(torch.arange(num_blocks, dtype=torch.int32, device=device)[None],),
         slot_mapping=(rows.to(device),),
         logits_rows=rows[:0].to(device),
-        max_query_len=len(tokens),
     )
     decoder.forward(batch, views, [0] * spec.num_layers, _Observed(decoder, asked))
 
