@@ -35,6 +35,7 @@ class BlendProgress:
         first: where the first passage starts: from there on the KV is the request's own.
         num_raised, num_whole: how often the guard had more, or all, computed than was asked for; a chunk of the
             prompt counts once, and a prompt that is given up once more.
+        num_given_up: tokens that were computed for a blend that was abandoned, and are computed again.
     """
 
     def __init__(self, spec: BlendSpec, num_tokens: int, charge: float = 1.0) -> None:
@@ -42,6 +43,7 @@ class BlendProgress:
         self.first = spec.spans[0].start
         self.num_raised = 0
         self.num_whole = 0
+        self.num_given_up = 0
         self._left = 0.0
         self._num_found = 0
         self._sources: npt.NDArray[np.uint8] = np.zeros(num_tokens, dtype=np.uint8)
@@ -51,8 +53,14 @@ class BlendProgress:
             charges[span.start : span.stop] = charge
         self._charged = np.concatenate(([0.0], charges.cumsum()))  # of all tokens before each position
 
-    def abandon(self) -> None:
-        """Nothing of the prompt is blended any more: it is computed from where its exact KV ends."""
+    def abandon(self, num_hit_tokens: int) -> None:
+        """Nothing of the prompt is blended any more: it is computed from where its exact KV ends.
+
+        Args:
+            num_hit_tokens: of the prompt, which nobody computed.
+        """
+        own = self._sources.size - max(self.first, num_hit_tokens)
+        self.num_given_up += max(0, own - self.num_blended)
         self.first = _NEVER
         self.num_raised += 1
         self.num_whole += 1

@@ -45,7 +45,8 @@ class BlendSpec:
 
     `ratio` of the tokens that are found is computed anew: 0 reuses all as they are, 1 computes all. `max_deviation`
     bounds what may be left wrong: see `pagoda.blend.select`. Below `min_confidence`, a probability of the answer's
-    likeliest first token, the prompt is computed whole; 0 has it never.
+    likeliest first token, the prompt is computed whole; 0 has it never. If it `is_default`, the request did not ask for
+    it: where passages cannot be reused, they are then not.
 
     Raises:
         InvalidRequest: a number is out of range, or passages overlap.
@@ -55,6 +56,7 @@ class BlendSpec:
     ratio: float = DEFAULT_RATIO
     max_deviation: float = DEFAULT_MAX_DEVIATION
     min_confidence: float = DEFAULT_MIN_CONFIDENCE
+    is_default: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("min_confidence", self.min_confidence)):

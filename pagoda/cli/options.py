@@ -43,6 +43,16 @@ def _check_format(name: str) -> str:
     return name
 
 
+def check_blend_auto(kv_format: str) -> None:
+    """Whether passages can be reused at all with a format; raises ConfigError."""
+    from pagoda.kv.formats import parse_format
+
+    if kv_format != "auto" and parse_format(kv_format).is_quantized:
+        raise ConfigError(
+            f"--blend-auto does not go with --kv-format {kv_format}: quantized KV cannot be reused at other positions"
+        )
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     """Layer numbers from `0,1,29`, or none from an empty text. Raises ConfigError."""
     try:

@@ -192,6 +192,8 @@ def serve(
     from pagoda.server.public_prefixes import PublicPrefixes
     from pagoda.server.sockets import bind
 
+    if blend_auto:
+        options.check_blend_auto(kv_format)
     ladder = options.pressure_config(pressure, memory_limit)
     replica = ReplicaOf.from_environment()
     if replica is not None:

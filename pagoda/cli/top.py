@@ -144,7 +144,7 @@ def _tiers(before: Reading, now: Reading) -> Table:
 
 def _tenant_row(tenant: dict[str, Any]) -> tuple[str, ...]:
     blocks = (f"{tenant[f'num_{kind}_blocks']:,}" for kind in ("held", "cached", "leased"))
-    hits = _share(tenant["num_hit_tokens"] + tenant["num_restored_tokens"], tenant["num_query_tokens"])
+    hits = _share(tenant["num_hit_tokens"], tenant["num_query_tokens"])
     return _name(tenant["tenant"]), *blocks, hits, f"{tenant['num_evicted_blocks']:,}"
 
 

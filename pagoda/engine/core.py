@@ -17,7 +17,7 @@ from pagoda.blend.segments import BlendSpec
 from pagoda.engine.adapters import adapted
 from pagoda.engine.audit import AuditCounts, Auditor, BlockReader
 from pagoda.engine.blend.doubts import Doubts
-from pagoda.engine.blend.passages import Passages, check_passages
+from pagoda.engine.blend.passages import Passages, reusable
 from pagoda.engine.choosing import Chooser, News
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
@@ -163,7 +163,7 @@ class EngineCore:
 
         Args:
             blend: passages of the prompt that may be reused wherever they were computed; those shorter than a block
-                are computed as other text is.
+                are computed as other text is, and so are those that cannot be reused here, if they are a default.
             adapter: the name of the adapter that answers it; it keeps that one, should the name be given to another.
 
         Raises:
@@ -187,7 +187,7 @@ class EngineCore:
             chosen = self._adapter(adapter)
             scope = adapted(scope, chosen, tokens)
         if blend is not None:
-            check_passages(blend, int(tokens.size), scope, self.cache.layout)
+            blend = reusable(blend, int(tokens.size), params, scope, self.cache.layout)
         whole = None if blend is None else "reuses no passages"
         request = self._intake.request(request_id, tokens, params, scope, priority, whole=whole)
         self.pressure.admit(request)
@@ -209,7 +209,8 @@ class EngineCore:
         longest = request.blend.longest(self._config.token_budget)
         if self.cache.peak_blocks(size + request.max_tokens, longest) > self.cache.num_blocks:
             request.blend = BlendProgress(spec, size)  # windowed layers hold a step's tokens: here only short ones fit
-        for passage in self._passages.prepare(request):
+        request.passages = self._passages.prepare(request)
+        for passage in request.passages:
             self._requests[passage.request_id] = passage
             self._scheduler.add(passage.samples[0])
 
@@ -326,6 +327,7 @@ class EngineCore:
             if rows.needs_logits and not request.token_times and not request.is_announced:
                 request.is_announced = True  # only now it is known what came from tiers
                 self._remember(request)
+                self.cache.note_prompt(request.scope, int(request.prompt.size), request.num_hit_tokens)
                 for observer in self.observers:
                     observer.on_admitted(int(request.prompt.size), request.num_hit_tokens)
 

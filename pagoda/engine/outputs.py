@@ -57,7 +57,8 @@ class Usage:
     """Token counts of a request so far. `num_hit_tokens` of the prompt came from the cache, exactly.
 
     Of its passages, `num_blended_tokens` are reused as they were computed alone, and `num_recomputed_tokens` were found
-    and computed anew. What is neither hit nor blended was computed.
+    and computed anew. What is neither hit nor blended was computed. Beside the prompt, `num_extra_tokens` were computed
+    for it: passages alone, which nobody had asked for before, and what a doubted blend had computed.
     """
 
     num_prompt_tokens: int
@@ -65,6 +66,7 @@ class Usage:
     num_output_tokens: int
     num_blended_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_extra_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class Request:
         explanation: why not more were found.
         is_announced: observers were told of it.
         blend: its passages, where it has any.
+        passages: those that are computed alone because it was the first to want them.
         is_internal: it computes a passage for another request, and nobody is told of it.
     """
 
@@ -181,6 +182,7 @@ class Request:
     token_times: list[float] = field(default_factory=list)
     is_announced: bool = False
     blend: BlendProgress | None = None
+    passages: Sequence[Request] = ()
     is_internal: bool = False
 
     @property
@@ -206,6 +208,16 @@ class Request:
         return 0 if self.first_lease is None else self.first_lease.num_hit_tokens
 
     @property
+    def num_extra_tokens(self) -> int:
+        """Tokens computed for it beside its prompt: its passages alone, and what was computed for a doubted blend."""
+        alone = sum(
+            int(passage.prompt.size) - passage.num_hit_tokens
+            for passage in self.passages
+            if passage.samples[0].finish_reason is FinishReason.LENGTH
+        )
+        return alone + (self.blend.num_given_up if self.blend else 0)
+
+    @property
     def usage(self) -> Usage:
         """Token counts so far: of every sample that was drawn, and of the beams that are returned."""
         if self.beams is None:
@@ -215,4 +227,11 @@ class Request:
         num_blended, num_recomputed = (self.blend.num_blended, self.blend.num_recomputed) if self.blend else (0, 0)
         # What was hit may have been evicted while the request was preempted, and blended after: it counts as a hit.
         num_blended = min(num_blended, self.prompt.size - self.num_hit_tokens)
-        return Usage(self.prompt.size, self.num_hit_tokens, num_output_tokens, num_blended, num_recomputed)
+        return Usage(
+            self.prompt.size,
+            self.num_hit_tokens,
+            num_output_tokens,
+            num_blended,
+            num_recomputed,
+            self.num_extra_tokens,
+        )

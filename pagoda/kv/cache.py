@@ -48,10 +48,8 @@ class KVCache(Compactor):
         lease = self._hold(tokens, scope, self._match(tokens, scope) if hit is None else hit.match)
         table = lease.tables[self._anchor]
         self.ages.on_hit(table.ids[table.first : lease.num_committed_blocks])
-        tenant = self._tenant(scope)
-        for counts in self.stats, tenant:
-            counts.num_query_tokens += tokens.size
-            counts.num_hit_tokens += lease.num_hit_tokens
+        self.stats.num_query_tokens += tokens.size
+        self.stats.num_hit_tokens += lease.num_hit_tokens
         self._computing.add(lease)
         return lease
 
@@ -356,6 +354,12 @@ class KVCache(Compactor):
         """Start the time of retained prefixes anew that a lease's hit covers."""
         table = lease.tables[self._anchor]
         self.retention.refresh(table.ids[table.first : lease.num_hit_tokens // self.block_size])
+
+    def note_prompt(self, scope: Scope, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count a prompt for its tenant, once, however often it is looked up, and what of it tiers and the pool had."""
+        tenant = self._tenant(scope)
+        tenant.num_query_tokens += num_tokens
+        tenant.num_hit_tokens += num_hit_tokens
 
     # -- tiers below the device: none here; see TieredCache ----------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Tenant:
     Attributes:
         index: its label in the allocator.
         account: with whom it shares a share; COMMONS, or one of its own.
+        num_query_tokens, num_hit_tokens: of its prompts; a hit is in the pool or comes from a tier.
         num_evicted_blocks: blocks it lost to make room.
     """
 

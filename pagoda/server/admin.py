@@ -79,10 +79,8 @@ def lease_router(engine: Backend, admin_key: str | None) -> APIRouter:
             raise HttpError(403, "admin_key_required", "Others' prefixes are only shown with the admin key.")
         whose = tenant if own is None else own
         found = await engine.manage(lambda cache: cache.prefixes(whose, limit + 1))
-        if own == "":  # whoever asks shares this tenant with everybody, who keep apart by their salts
-            data = [prefix_report(each, None) for each in found[:limit]]
-            for each in data:
-                del each["cache_salt"]
+        if own == "":
+            data = [anonymous_report(each) for each in found[:limit]]
         else:
             data = await asyncio.to_thread(
                 lambda: [prefix_report(each, _preview(each, engine.tokenizer)) for each in found[:limit]]
@@ -240,6 +238,13 @@ def prefix_report(prefix: PrefixView, text: str | None) -> dict[str, Any]:
     }
     if text is not None:
         report["preview"] = text if prefix.num_tokens <= len(prefix.head) else text + "..."
+    return report
+
+
+def anonymous_report(prefix: PrefixView) -> dict[str, Any]:
+    """A run of the tree without text and salt: its tenant is everybody, who keep apart by their salts."""
+    report = prefix_report(prefix, None)
+    del report["cache_salt"]
     return report
 
 

@@ -22,7 +22,7 @@ _GAUGES: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
 }
 _COUNTERS: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
     "query_tokens": ("Prompt tokens looked up", lambda tenant: tenant.num_query_tokens),
-    "hit_tokens": ("Prompt tokens found on the device", lambda tenant: tenant.num_hit_tokens),
+    "hit_tokens": ("Prompt tokens found on the device or in tiers", lambda tenant: tenant.num_hit_tokens),
     "computed_tokens": ("Tokens whose KV was computed", lambda tenant: tenant.num_computed_tokens),
     "restored_tokens": ("Tokens restored from tiers", lambda tenant: tenant.num_restored_tokens),
     "prefetched_tokens": ("Of those, come before their request ran", lambda tenant: tenant.num_prefetched_tokens),

@@ -1,4 +1,8 @@
-"""`pagoda.explain` in responses, and /v1/kv/explain/{request id}: how much of a prompt hit, and why not more."""
+"""`pagoda.explain` in responses, and /v1/kv/explain/{request id}: how much of a prompt hit, and why not more.
+
+What is cached where a prompt diverged is another prompt's text. It is told to the tenant that owns both, and to the
+operator. Without API keys all callers are one namespace and strangers to each other: then to the operator alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -85,12 +88,22 @@ async def explained(
     async with aclosing(stream):
         async for output in stream:
             if explanation is None:
-                explanation = await engine.manage(partial(_explanation, request_id, namespace))
+                explanation = await _explanation(engine, request_id, namespace)
             yield replace(output, explanation=explanation)
 
 
-def _explanation(request_id: str, namespace: str, cache: CacheAdmin) -> Explanation | None:
-    return cache.explanation(request_id, namespace)
+async def _explanation(
+    engine: Backend, request_id: str, namespace: str, *, for_admin: bool = False
+) -> Explanation | None:
+    """A request's, without what others had cached if whoever asks may not see that."""
+
+    def look(cache: CacheAdmin) -> Explanation | None:
+        return cache.explanation(request_id, namespace)
+
+    explanation = await engine.manage(look)
+    if explanation is None or namespace or for_admin:
+        return explanation
+    return replace(explanation, cached=())
 
 
 def _age(at: float) -> float:
@@ -103,11 +116,12 @@ def explain_router(engine: Backend, admin_key: str | None) -> APIRouter:
 
     @router.get("/kv/explain/{request_id}")
     async def explain(request: Request, request_id: str, prompt: int = 0) -> Response:
+        for_admin = is_admin(request, admin_key)
         # Ids in answers name all of a request's prompts; the engine's name one.
         for name in (request_id, f"{request_id}-{prompt}"):
-            explanation = await engine.manage(partial(_explanation, name, request.state.namespace))
+            explanation = await _explanation(engine, name, request.state.namespace, for_admin=for_admin)
             if explanation is not None:
-                report = explain_report(explanation, engine.tokenizer, for_admin=is_admin(request, admin_key))
+                report = explain_report(explanation, engine.tokenizer, for_admin=for_admin)
                 return JSONResponse({"id": request_id, **report})
         raise HttpError(404, "not_found", f"Request {request_id[:200]!r} is not among your last ones on this server.")
 

@@ -32,7 +32,8 @@ class Counts:
     """Requests and tokens.
 
     `read` of the `prompt` tokens hit, and `blended` were reused from passages; the others were computed. `written_5m`
-    and `written_1h` of those came under a lease, of up to five minutes or longer.
+    and `written_1h` of those came under a lease, of up to five minutes or longer. `extra` tokens were computed beside
+    the prompts: see `Usage`.
     """
 
     requests: int = 0
@@ -42,6 +43,7 @@ class Counts:
     written_5m: int = 0
     written_1h: int = 0
     generated: int = 0
+    extra: int = 0
 
     def add(self, other: Counts) -> None:
         """Add another's. Mutates this one."""
@@ -129,4 +131,5 @@ def _counts_of(output: RequestOutput) -> Counts:
         written_5m=short,
         written_1h=sum(by_ttl.values()) - short,
         generated=usage.num_output_tokens,
+        extra=usage.num_extra_tokens,
     )

@@ -58,6 +58,7 @@ class Metrics:
         for source in ("device", "tiers", "blended", "computed"):
             self._sources.labels(source)
         self._recomputed = counter("blend_recomputed_tokens", "Tokens of passages that were found and computed anew")
+        self._extra = counter("blend_extra_tokens", "Tokens computed beside prompts: passages alone, blends given up")
         self._guarded = counter("blend_guarded", "Chunks of passages of which the guard had more computed", ("all",))
         for whole in ("no", "yes"):
             self._guarded.labels(whole)
@@ -97,6 +98,7 @@ class Metrics:
         self._finished.labels(stats.finish_reason).inc()
         self._count_prefix(stats)
         self._recomputed.inc(stats.usage.num_recomputed_tokens)
+        self._extra.inc(stats.usage.num_extra_tokens)
         self._guarded.labels("yes").inc(stats.num_blends_whole)
         self._guarded.labels("no").inc(stats.num_blends_raised - stats.num_blends_whole)
         self._prompt_tokens.inc(stats.usage.num_prompt_tokens)

@@ -46,11 +46,19 @@ class BlendDefaults:
     ratio: float
     auto: bool = False
 
-    def spec(self, options: BlendOptions | None, spans: tuple[Span, ...]) -> BlendSpec | None:
-        """The engine's form of what a request asks for; None without passages. Raises InvalidRequest."""
+    def spec(self, options: BlendOptions | None, passages: Passages, spans: tuple[Span, ...]) -> BlendSpec | None:
+        """The engine's form of what a request asks for; None without passages.
+
+        Args:
+            passages: those of the rendering that `spans` are in.
+
+        Raises:
+            InvalidRequest: an option is out of range.
+        """
+        is_default = options is None and not passages.has_marks
         options = options or BlendOptions()
         given = {"ratio": self.ratio, **options.model_dump(exclude_none=True, exclude={"auto"})}
-        spec = BlendSpec(spans, **given)  # checked, passages or not
+        spec = BlendSpec(spans, **given, is_default=is_default)  # checked, passages or not
         return spec if spec.spans else None
 
     def passages(self, options: BlendOptions | None) -> Passages:
@@ -64,9 +72,13 @@ class Passages:
 
     Args:
         auto: cut long texts of users and tools into passages, where none are marked.
+
+    Attributes:
+        has_marks: whether anything was marked.
     """
 
     def __init__(self, auto: bool = False) -> None:
+        self.has_marks = False
         self._auto = auto
         self._texts: list[str] = []
         self._tools: list[tuple[Tool, Tool]] = []  # stand-ins, and what they stand for
@@ -75,6 +87,7 @@ class Passages:
     def hide(self, text: str, *, marked: bool, role: str) -> str:
         """What to render in the place of a text: its name if it is a passage, itself if it is none."""
         if marked:
+            self.has_marks = True
             return self._name(text)
         if self._auto and role in ("user", "tool") and len(pieces := cut_passages(text)) > 1:
             return "".join(map(self._name, pieces))
@@ -86,7 +99,13 @@ class Passages:
         parameters = {"type": "object", "properties": {}}
         stand_in = {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
         self._tools.append((stand_in, tool))
+        self.has_marks = True
         return stand_in
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether a tool is a passage."""
+        return bool(self._tools)
 
     def hide_tools(self, tools: Iterable[Tool], where: str) -> list[Tool]:
         """Tools for a template: those that are marked as stand-ins, the others as they are.

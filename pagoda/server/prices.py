@@ -1,7 +1,7 @@
 """Prices: what tokens cost, in an operator's table, and what the cache saved by it.
 
 [prices]
-input = 3.0        # a million prompt tokens
+input = 3.0        # a million prompt tokens, and tokens computed beside prompts for passages
 output = 15.0      # a million generated tokens
 read = 0.1         # of the input price: prompt tokens that hit, or were reused from passages
 write_5m = 1.25    # of the input price: prompt tokens newly leased for up to five minutes
@@ -68,10 +68,10 @@ class Prices:
     def cost(self, counts: Counts) -> float:
         """What these tokens cost."""
         read = counts.read + counts.blended
-        plain = counts.prompt - read - counts.written_5m - counts.written_1h
+        plain = counts.prompt - read - counts.written_5m - counts.written_1h + counts.extra
         relative = plain + self.read * read + self.write_5m * counts.written_5m + self.write_1h * counts.written_1h
         return (self.input * relative + self.output * counts.generated) / PER
 
     def cost_without_cache(self, counts: Counts) -> float:
-        """What they would have cost had every prompt been computed, and nothing leased."""
+        """What they would have cost had every prompt been computed, once, and nothing leased."""
         return (self.input * counts.prompt + self.output * counts.generated) / PER

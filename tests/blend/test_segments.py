@@ -48,8 +48,9 @@ def test_what_is_abandoned_is_a_prompt_like_any_other() -> None:
     progress = BlendProgress(BlendSpec((Span(4, 20), Span(25, 30))), 40, 0.25)
     progress.note(np.arange(4, 20), choose(torch.arange(16.0), 0.25, float("inf")))
     assert (progress.chunk(4, 8), progress.longest(8)) == (20, 32)
-    progress.abandon()
+    progress.abandon(num_hit_tokens=2)
     assert (progress.num_blended, progress.num_recomputed) == (0, 0)
+    assert progress.num_given_up == 40 - 4 - 12  # from the first passage on, all but what was reused
     assert (progress.num_raised, progress.num_whole) == (1, 1)
     assert [progress.chunk(position, 8) for position in (0, 4, 38, 40, 100)] == [8] * 5
     assert progress.charge(0, 50) == 50

@@ -530,3 +530,57 @@ def test_passages_and_policies_that_drop_tokens_share_steps_but_no_request(llama
     assert together[0].usage.num_blended_tokens > 0
     engine.core.cache.check()
     assert engine.core.cache.num_held_blocks == 0
+
+
+def computed(engine: Engine) -> int:
+    """Tokens that went through the engine so far."""
+    return engine.core.cache.tenants.of("").num_computed_tokens
+
+
+def test_what_is_computed_beside_a_prompt_is_told_to_who_caused_it(llama: tuple[Path, Any]) -> None:
+    engine = make(llama[0])
+    tokens, spans = prompt(0, 1)
+    blend = BlendSpec(spans, 0.0, *UNGUARDED)
+    before = 0
+    for is_first in (True, False):
+        usage = run(engine, tokens, blend).usage
+        assert (usage.num_extra_tokens >= usage.num_blended_tokens) == is_first
+        own = usage.num_prompt_tokens - usage.num_hit_tokens + usage.num_output_tokens - 1
+        assert computed(engine) - before == usage.num_extra_tokens + own
+        before = computed(engine)
+    assert usage.num_extra_tokens == 0
+
+
+def test_a_passage_that_two_wait_for_is_counted_once(llama: tuple[Path, Any]) -> None:
+    engine = make(llama[0])
+    one, two = prompt(0, 1), prompt(1, 2)
+    blends = [BlendSpec(spans, 0.0, *UNGUARDED) for _, spans in (one, two)]
+    usages = [each.usage for each in engine.generate([one[0], two[0]], GREEDY, blends=blends)]
+    own = sum(each.num_prompt_tokens - each.num_hit_tokens + each.num_output_tokens - 1 for each in usages)
+    assert computed(engine) == own + sum(each.num_extra_tokens for each in usages)
+    assert usages[1].num_extra_tokens < len(DOCUMENTS[1]) + len(DOCUMENTS[2])
+
+
+def test_a_doubted_blend_was_computed_for_nothing(llama: tuple[Path, Any]) -> None:
+    tokens, spans = prompt(2, 0, 1)
+    sure = run(make(llama[0]), tokens, BlendSpec(spans, 0.0, *UNGUARDED)).usage
+    doubted = run(make(llama[0]), tokens, BlendSpec(spans, 0.0, math.inf, UNSURE)).usage
+    given_up = len(tokens) - spans[0].start - sure.num_blended_tokens
+    assert doubted.num_extra_tokens == sure.num_extra_tokens + given_up
+    assert doubted.num_blended_tokens == 0
+
+
+@pytest.mark.parametrize(("kv_format", "policy"), [("int8", None), ("auto", "h2o:40")])
+def test_a_default_steps_aside_where_passages_cannot_be_reused(
+    llama: tuple[Path, Any], kv_format: str, policy: str | None
+) -> None:
+    tokens, spans = prompt(0)
+    params = dataclasses.replace(GREEDY, kv_policy=None if policy is None else parse_kv_policy(policy))
+    expected = run(make(llama[0], kv_format=kv_format), tokens, None, params)
+    engine = make(llama[0], kv_format=kv_format)
+    found = run(engine, tokens, BlendSpec(spans, is_default=True), params)
+    assert found.completions[0].token_ids == expected.completions[0].token_ids
+    assert (found.usage.num_blended_tokens, found.usage.num_extra_tokens) == (0, 0)
+    assert (found.sparse is None) == (policy is None)
+    with pytest.raises(InvalidRequest, match="quantized|kv_policy"):
+        run(engine, tokens, BlendSpec(spans), params)

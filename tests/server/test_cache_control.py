@@ -203,3 +203,20 @@ async def test_a_tenant_learns_nothing_of_anothers_prefix(folder: Path) -> None:
         told = probe["pagoda"]["explain"]
         assert (told["reason"], told["hit_tokens"]) == ("never_seen", 0)
         assert not {"text_cached", "differs", "eviction"} & told.keys()
+
+
+@pytest.mark.parametrize("admin_key", [None, "root"])
+async def test_without_api_keys_nobody_is_told_what_another_sent(folder: Path, admin_key: str | None) -> None:
+    async with serve(folder, keys=False, admin_key=admin_key) as live:
+        known = "The tide turns at six in the morning. "
+        await post(live, "/v1/completions", {"prompt": known + "kestrel", "max_tokens": 1})
+        answer = await post(live, "/v1/completions", {"prompt": known + "When?", "max_tokens": 1})
+        told = answer["pagoda"]["explain"]
+        assert (told["reason"], told["text_asked"]) == ("diverged", "When?")
+        assert told["missed_at"] == told["hit_tokens"] > 0
+        assert "text_cached" not in told
+        path = f"/v1/kv/explain/{answer['id']}"
+        assert (await live.http.get(path)).json() == {"id": answer["id"], **told}
+        assert "text_cached" not in (await live.http.get(path, headers={"x-admin-key": "wrong"})).json()
+        operators = (await live.http.get(path, headers={"x-admin-key": "root"})).json()
+        assert operators.get("text_cached", "").startswith("kestrel") == (admin_key is not None)

@@ -86,6 +86,7 @@ def test_errors_are_one_line_and_status_2(
             (["serve", "/no/such", "--port", "0"], "no model at /no/such [red]"),
             (["generate", "Hi", "--model", "/no/such"], "no model at /no/such"),
             (["serve", "--kv-format", "int3"], "--kv-format: no KV format is called 'int3'"),
+            (["serve", "--blend-auto", "--kv-format", "fp16/int4"], "--blend-auto does not go with --kv-format fp16/"),
             (["serve", "--kv-skip-layers", "0,x"], "--kv-skip-layers: not a list of layers: '0,x'"),
             (["generate", "Hi", "--temperature", "-1"], "temperature must be between"),
             (["serve", "--port", port], f"cannot serve on 127.0.0.1:{port}: Address already in use"),

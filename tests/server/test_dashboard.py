@@ -97,6 +97,8 @@ def test_quantiles_and_misses_of_requests() -> None:
 
     def finish(hit: int, ttft_s: float | None, reason: MissReason | None) -> None:
         tokens = np.zeros(100, dtype=np.int32)
+        if reason is not None:
+            recent.on_admitted(100, hit)
         recent.on_finished(
             RequestStats(
                 "r", tokens, Scope(), FinishReason.STOP, Usage(100, hit, 1), 0, ttft_s, (), 1, reason, hit // 2
@@ -122,3 +124,34 @@ def test_quantiles_and_misses_of_requests() -> None:
         "restored_tokens": 89,
         "preemptions": 0,
     }
+
+
+async def test_without_api_keys_nobody_sees_salts(folder: Path) -> None:
+    async with serve(folder, keys=False, admin_key="root") as live:
+        body = {"prompt": "The tide turns at the harbour. " * 3, "max_tokens": 1, "cache_salt": "kestrel"}
+        assert (await live.http.post("/v1/completions", json=body)).status_code == 200
+        seen = await overview(live, {})
+        assert len(seen["tree"]) == 1
+        assert "kestrel" not in str(seen)
+        assert "kestrel" in str(await overview(live, ADMIN))
+
+
+async def test_there_is_one_hit_rate(folder: Path) -> None:
+    """Passages computed alone, doubted prompts and what comes from tiers: the page and the tenant count them alike."""
+    passage = {"type": "text", "text": "Forty boats lie at the quay. " * 4, "cache": {"reuse": "anywhere"}}
+    question = {"type": "text", "text": "When?"}
+    async with serve(folder, keys=False, admin_key="root", tiers=("dram:4MiB",)) as live:
+        for doubt, lead in ((0.0, "Notes: "), (1.0, "Notes of May: "), (0.0, "Notes: ")):
+            prompt = [{"type": "text", "text": lead}, passage, question]
+            body = {"prompt": prompt, "max_tokens": 2, "blend": {"min_confidence": doubt, "max_deviation": 100.0}}
+            assert (await live.http.post("/v1/completions", json=body)).status_code == 200
+            assert (await live.http.post("/v1/kv/clear", headers=ADMIN)).status_code == 200
+        seen = await overview(live, ADMIN)
+        [tenant], requests = seen["tenants"], seen["requests"]
+        assert (tenant["num_query_tokens"], tenant["num_hit_tokens"]) == (
+            requests["query_tokens"],
+            requests["hit_tokens"],
+        )
+        metrics = (await live.http.get("/metrics")).text
+        assert f"pagoda_prefix_query_tokens_total {float(requests['query_tokens'])}" in metrics
+        assert f"pagoda_prefix_hit_tokens_total {float(requests['hit_tokens'])}" in metrics

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from pagoda.engine.params import DEFAULT_RATIO, Span
+from pagoda.engine.aio import AsyncEngine
+from pagoda.engine.engine import Engine
+from pagoda.engine.params import DEFAULT_RATIO, Span, cut_passages
 from pagoda.errors import InvalidRequest
 from pagoda.model.chat import ChatTemplate
 from pagoda.server.passages import BlendDefaults, BlendOptions, Passages
+
+from tests.model import models, tokenizers_made_here
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend, FakeTokenizer
@@ -254,6 +259,11 @@ async def test_the_operator_may_turn_cutting_on() -> None:
         assert len(found(live)) > 1
         assert "".join(found(live)) == long + "Now?"
         assert backend.seen[-1]["blend"].ratio == 0.2
+        assert backend.seen[-1]["blend"].is_default
+        await chat(live, {"role": "user", "content": [part(long), passage(TIDES)]})
+        assert not backend.seen[-1]["blend"].is_default
+        await chat(live, {"role": "user", "content": long}, blend={"ratio": 0.1})
+        assert not backend.seen[-1]["blend"].is_default
         await chat(live, {"role": "user", "content": long}, blend={"auto": False})
         assert backend.seen[-1]["blend"] is None
     async with run_server(FakeBackend(max_model_len=20000)) as live:
@@ -336,7 +346,7 @@ def test_passages_may_be_empty_repeated_dropped_or_look_like_names() -> None:
     tokens, spans = passages.encode(one + empty + "\ue000 x" + one + name, tokenizer)
     assert tokenizer.decode(tokens) == TIDES + "\ue000 x" + TIDES + "\ue000abc.0\ue001"
     assert [tokenizer.decode(tokens[s.start : s.stop]) for s in spans] == [TIDES, "", TIDES, "\ue000abc.0\ue001"]
-    assert BlendDefaults(0.1).spec(None, spans[1:2]) is None
+    assert BlendDefaults(0.1).spec(None, passages, spans[1:2]) is None
 
 
 def test_a_template_that_changes_names_is_refused() -> None:
@@ -348,7 +358,7 @@ def test_a_template_that_changes_names_is_refused() -> None:
 
 
 def test_options_beat_defaults() -> None:
-    spec = BlendDefaults(0.2).spec(BlendOptions(ratio=0.0), (Span(0, 4),))
+    spec = BlendDefaults(0.2).spec(BlendOptions(ratio=0.0), Passages(), (Span(0, 4),))
     assert spec is not None
     assert spec.ratio == 0.0
 
@@ -380,5 +390,35 @@ async def test_the_real_engine_reuses_passages_in_any_order(folder: Any, order: 
         assert 'pagoda_blend_guarded_total{all="no"} 0.0' in metrics
         total = (await live.http.get("/v1/usage")).json()["total"]
         assert total["blended_tokens"] == blended
-        assert total["computed_tokens"] == total["prompt_tokens"] - total["read_tokens"] - blended
+        extra = sum(usage["extra_computed_tokens"] for usage in usages)
+        assert total["extra_computed_tokens"] == extra
+        assert total["computed_tokens"] == total["prompt_tokens"] - total["read_tokens"] - blended + extra
         assert total["saved"] > 0
+        assert f"pagoda_blend_extra_tokens_total {float(extra)}" in metrics
+
+
+@pytest.fixture
+def roomy(tmp_path: Path) -> Path:
+    """A model whose context holds a text that is cut."""
+    tokenizer = tokenizers_made_here.byte_level()
+    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=4096)
+    return tokenizers_made_here.save(tokenizer, models.save(model, tmp_path))
+
+
+async def test_what_the_operator_turned_on_refuses_nobody(roomy: Path) -> None:
+    """Cut passages cannot be reused with quantized keys or a kv_policy of the request's: it is answered without."""
+    long = "".join(f"Paragraph {i} of the harbour book.\n\n" for i in range(60))
+    assert len(cut_passages(long)) > 1
+    body = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+    for kv_format, fields, status in (
+        ("int4", {}, 200),
+        ("int4", {"blend": {"auto": True}}, 400),
+        ("auto", {"kv_policy": "h2o:64"}, 200),
+        ("auto", {"kv_policy": "h2o:64", "blend": {"ratio": 0.1}}, 400),
+    ):
+        engine = Engine(str(roomy), dtype="float32", kv_memory="32MiB", kv_format=kv_format, progress=False)
+        async with run_server(AsyncEngine(engine), blend=BlendDefaults(0.15, auto=True)) as live:
+            answer = await live.http.post("/v1/chat/completions", json=body | fields)
+            assert answer.status_code == status, (kv_format, fields, answer.text)
+            if status == 200:
+                assert "blended_tokens" not in answer.json()["usage"]["prompt_tokens_details"]

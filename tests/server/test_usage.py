@@ -28,7 +28,7 @@ async def usage(live: Live, **headers: str) -> dict[str, Any]:
     return dict(answer.json())
 
 
-async def complete(live: Live, key: str, prompt: str = LONG, **fields: Any) -> None:
+async def complete(live: Live, key: str, prompt: Any = LONG, **fields: Any) -> None:
     body = {"prompt": prompt, "max_tokens": 4, **fields}
     answer = await live.http.post("/v1/completions", json=body, headers={"x-api-key": key})
     assert answer.status_code == 200
@@ -96,6 +96,9 @@ def test_prices() -> None:
     assert prices.cost(counts) == pytest.approx(expected / 1e6)
     assert prices.cost_without_cache(counts) == pytest.approx((2.0 * 4000 + output) / 1e6)
     assert Prices().cost(Counts(prompt=10)) == 10
+    passages = Counts(prompt=10, blended=4, extra=6)
+    assert Prices().cost(passages) == pytest.approx(6 + 6 + 0.1 * 4)
+    assert Prices().cost_without_cache(passages) == 10
 
 
 def test_a_price_table(tmp_path: Path) -> None:
@@ -140,3 +143,24 @@ def test_a_ledger_is_kept(tmp_path: Path) -> None:
     assert again.accounts() == [(("acme", "k"), Counts(1, 2, 3, 4, 5, 6))]
     assert again.since == ledger.since
     assert again.accounts("bolt") == []
+
+
+async def test_a_passage_saves_nothing_to_whoever_has_it_computed(folder: Path) -> None:
+    async with serve(folder, keys=False) as live:
+        passage = {"type": "text", "text": LONG, "cache": {"reuse": "anywhere"}}
+
+        async def asked(lead: str) -> dict[str, Any]:
+            prompt = [{"type": "text", "text": lead}, passage, {"type": "text", "text": "When?"}]
+            await complete(live, "", prompt=prompt, blend={"min_confidence": 0.0, "max_deviation": 100.0})
+            total: dict[str, Any] = (await usage(live))["total"]
+            parts = total["read_tokens"] + total["blended_tokens"] + total["computed_tokens"]
+            assert parts == total["prompt_tokens"] + total["extra_computed_tokens"]
+            return total
+
+        first = await asked("Notes: ")
+        assert first["extra_computed_tokens"] >= first["blended_tokens"] > 0
+        assert first["saved"] < 0
+        second = await asked("Notes of May: ")
+        assert second["extra_computed_tokens"] == first["extra_computed_tokens"]
+        assert second["blended_tokens"] > first["blended_tokens"]
+        assert second["saved"] > first["saved"]

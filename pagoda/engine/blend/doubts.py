@@ -31,7 +31,7 @@ class Doubts:
         again = {wanted[row].sample for row in doubted}
         for sample in again:
             assert sample.request.blend is not None, "only a blend is doubted"
-            sample.request.blend.abandon()
+            sample.request.blend.abandon(sample.running_lease.num_hit_tokens)
             self._scheduler.restart(sample)
         kept = [row for row in range(len(wanted)) if row not in doubted]
         return [rows for rows in plan if rows.sample not in again], logits[kept]

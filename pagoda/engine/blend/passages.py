@@ -22,6 +22,7 @@ from pagoda.errors import InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.layout import KVLayout
+from pagoda.sparse.spec import Full
 
 _TURNED = {(name, dtype) for name in ("keys", "values") for dtype in ("float32", "bfloat16", "float16")}
 
@@ -38,21 +39,35 @@ class PendingPassages:
         return any(not request.is_finished for request in self.requests)
 
 
-def check_passages(blend: BlendSpec, num_tokens: int, scope: Scope, layout: KVLayout) -> None:
-    """Whether passages of a prompt of `num_tokens` tokens can be reused.
+def reusable(
+    blend: BlendSpec, num_tokens: int, params: SamplingParams, scope: Scope, layout: KVLayout
+) -> BlendSpec | None:
+    """The passages of a prompt of `num_tokens` tokens; None if they cannot be reused and the request did not ask.
 
     Raises:
-        InvalidRequest: they reach beyond it, an adapter changes the model in the middle of it, or keys are stored in
-            a form that cannot be turned.
+        InvalidRequest: they reach beyond it; or it asked, and has a kv_policy, an adapter changes the model in the
+            middle of it, or keys are stored in a form that cannot be turned.
     """
     if any(span.stop > num_tokens for span in blend.spans):
         raise InvalidRequest(f"a passage ends after the prompt of {num_tokens} tokens", param="blend")
+    obstacle = _obstacle(params, scope, layout)
+    if obstacle is None:
+        return blend
+    if blend.is_default:
+        return None
+    raise obstacle
+
+
+def _obstacle(params: SamplingParams, scope: Scope, layout: KVLayout) -> InvalidRequest | None:
+    if params.kv_policy is not None and not isinstance(params.kv_policy, Full):
+        return InvalidRequest("a request with a kv_policy reuses no passages", param="kv_policy")
     if scope.adapter_from:
         message = "passages cannot be reused with an adapter that starts within the prompt"
-        raise InvalidRequest(message, param="blend")
+        return InvalidRequest(message, param="blend")
     if any((part.name, part.dtype) not in _TURNED for layer in layout.layers for part in layer.parts):
         message = "passages cannot be reused where the KV cache is quantized: serve with --kv-format auto for that"
-        raise InvalidRequest(message, param="blend")
+        return InvalidRequest(message, param="blend")
+    return None
 
 
 class Passages:

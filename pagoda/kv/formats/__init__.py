@@ -58,6 +58,11 @@ class KVFormat:
         """Whether blocks that are being filled are kept in full."""
         return self.keys is INT4_CHANNELS
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are kept in another form than they are computed in."""
+        return not {self.keys, self.values} <= set(_PLAIN_OF_DTYPE.values())
+
     def attention(self, num_kv_heads: int, head_dim: int, block_size: int, window: int | None, dtype: str) -> LayerSpec:
         """What a layer keeps in a block.
 

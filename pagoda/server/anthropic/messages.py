@@ -64,10 +64,11 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
     conversation, salt = _conversation(served, namespace, request)
     points = find_breakpoints(conversation, request.cache_control)
 
-    def encode(part: Conversation, add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
-        return _encode(part, served.blend.passages(request.blend), tokenizer, add_generation_prompt)
+    def encode_cut(cut: Conversation) -> list[int]:
+        return _encode(served, cut, served.blend.passages(request.blend))[0]
 
-    prompt, spans = encode(conversation, add_generation_prompt=True)
+    passages = served.blend.passages(request.blend)
+    prompt, spans = _encode_whole(served, conversation, passages)
 
     def next_turn(answer: str) -> list[int]:
         said = [*conversation.messages, {"role": "assistant", "content": answer}]
@@ -81,8 +82,8 @@ def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
         scope=Scope(namespace, salt),
         priority=request.priority,
         stream=bool(request.stream),
-        leases=place_leases(points, prompt, lambda cut: encode(cut)[0]),
-        blend=served.blend.spec(request.blend, spans),
+        leases=place_leases(points, prompt, encode_cut),
+        blend=served.blend.spec(request.blend, passages, spans),
         num_breakpoints=len(points),
         tokenizer=tokenizer,
         next_turn=None if spans else next_turn,  # blended KV is found by no next turn
@@ -99,8 +100,7 @@ def count_tokens(served: Served, body: bytes, namespace: str) -> int:
     served.resolve(request.model)
     conversation, _ = _conversation(served, namespace, request)
     find_breakpoints(conversation, request.cache_control)
-    passages = served.blend.passages(request.blend)
-    return len(_encode(conversation, passages, served.engine.tokenizer, add_generation_prompt=True)[0])
+    return len(_encode_whole(served, conversation, served.blend.passages(request.blend))[0])
 
 
 def _conversation(served: Served, namespace: str, request: PromptFields) -> tuple[Conversation, str]:
@@ -115,11 +115,20 @@ def _conversation(served: Served, namespace: str, request: PromptFields) -> tupl
     return replace(conversation, start=tuple(start.messages), start_tools=tools), start.cache_salt
 
 
-def _encode(
-    conversation: Conversation, passages: Passages, tokenizer: Tokenizer, add_generation_prompt: bool
-) -> tuple[list[int], tuple[Span, ...]]:
-    shown = conversation.hiding(passages)
-    return passages.encode(shown.render(tokenizer, add_generation_prompt=add_generation_prompt), tokenizer)
+def _encode(served: Served, cut: Conversation, passages: Passages) -> tuple[list[int], tuple[Span, ...]]:
+    """What precedes a breakpoint."""
+    tokenizer = served.engine.tokenizer
+    return passages.encode(cut.hiding(passages).render(tokenizer, add_generation_prompt=False), tokenizer)
+
+
+def _encode_whole(served: Served, conversation: Conversation, passages: Passages) -> tuple[list[int], tuple[Span, ...]]:
+    """A prompt, to which the model is to answer."""
+    tokenizer, shown = served.engine.tokenizer, conversation.hiding(passages)
+    text = shown.render(tokenizer, add_generation_prompt=True)
+    if shown.functions:
+        bare = replace(shown, tools=(), start_tools=())
+        served.tools.check(text, lambda: bare.render(tokenizer, add_generation_prompt=True), passages)
+    return passages.encode(text, tokenizer)
 
 
 async def respond_message(request: Request, served: Served, job: MessageJob) -> Response:

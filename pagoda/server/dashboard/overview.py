@@ -1,7 +1,7 @@
 """GET /v1/kv/overview: the cache at one moment, for the dashboard and `pagoda top`. One look between two steps.
 
 With the admin key: every tenant, and the texts of prefixes. Without: one's own prefixes, no texts, and of others'
-blocks that they are there.
+blocks that they are there. Without API keys either: no salts, for all callers are one tenant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda import __version__
 from pagoda.engine.admin import BlockMap, BlockUse, CacheAdmin, PrefixView, TenantUsage
-from pagoda.server.admin import prefix_report
+from pagoda.server.admin import anonymous_report, prefix_report
 from pagoda.server.auth import is_admin
 from pagoda.server.backend import Backend
 from pagoda.server.dashboard.recent import Recent
@@ -50,9 +50,11 @@ def overview_router(served: Served, recent: Recent, admin_key: str | None) -> AP
     def text(tokens: tuple[int, ...]) -> str:
         return engine.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def runs(look: _Look, admin: bool) -> list[dict[str, Any]]:
-        if admin:
+    def runs(look: _Look, own: str | None) -> list[dict[str, Any]]:
+        if own is None:
             return [prefix_report(each, text(each.head)) for each in look.prefixes]
+        if own == "":
+            return [anonymous_report(each) for each in look.prefixes]
         return [prefix_report(each, None) for each in look.prefixes]
 
     @router.get("/kv/overview")
@@ -84,7 +86,7 @@ def overview_router(served: Served, recent: Recent, admin_key: str | None) -> AP
                 "pressure": pressure_overview(stats.pressure),
                 "map": _map_report(look, own),
                 "tenants": [asdict(tenant) for tenant in look.usage],
-                "tree": await asyncio.to_thread(runs, look, admin),
+                "tree": await asyncio.to_thread(runs, look, own),
                 "tiers": _tiers_report(engine),
                 **recent.report(),
             },

@@ -35,7 +35,10 @@ class Recent:
                 self._counts["preemptions"] += stats.num_preempted
 
     def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """Nothing: the reason comes with the end."""
+        """Count a prompt, as tenants' are counted; why it missed comes with the end."""
+        with self._lock:
+            self._counts["query_tokens"] += num_query_tokens
+            self._counts["hit_tokens"] += num_hit_tokens
 
     def on_finished(self, stats: RequestStats) -> None:
         """Remember a request."""
@@ -44,8 +47,6 @@ class Recent:
             self._counts["finished"] += 1
             if stats.miss_reason is None:
                 return
-            self._counts["query_tokens"] += usage.num_prompt_tokens
-            self._counts["hit_tokens"] += usage.num_hit_tokens
             self._counts["restored_tokens"] += stats.num_restored_tokens
             if stats.miss_reason is not MissReason.NONE:
                 self._missed_requests[stats.miss_reason] += 1

@@ -39,19 +39,27 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
     start = start_of(served, namespace, request, request.tools)
     tools = start.tools if start.tools and request.tool_choice != "none" else None
 
-    def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
-        passages = served.blend.passages(request.blend)
+    def encode(
+        messages: Sequence[Any], passages: Passages, add_generation_prompt: bool = False
+    ) -> tuple[list[int], tuple[Span, ...]]:
         said = [*start.messages, *normalize_messages(messages, passages)]
         shown = passages.hide_tools(tools, "tools") if tools else None
-        return passages.encode(tokenizer.render_chat(said, shown, add_generation_prompt), tokenizer)
+        text = tokenizer.render_chat(said, shown, add_generation_prompt)
+        if shown and add_generation_prompt:
+            served.tools.check(text, lambda: tokenizer.render_chat(said, None, add_generation_prompt), passages)
+        return passages.encode(text, tokenizer)
 
     def next_turn(answer: str) -> list[int]:
         said = [*start.messages, *normalize_messages(request.messages), {"role": "assistant", "content": answer}]
         return stable_tokens(said, tools, tokenizer)
 
-    prompt, spans = encode(request.messages, add_generation_prompt=True)
-    marks = find_marks(request.messages)
-    leases = place_marks(marks, request.prompt_cache_options, prompt, lambda messages: encode(messages)[0])
+    passages = served.blend.passages(request.blend)
+    prompt, spans = encode(request.messages, passages, add_generation_prompt=True)
+
+    def encode_cut(messages: Sequence[Any]) -> list[int]:
+        return encode(messages, served.blend.passages(request.blend))[0]
+
+    leases = place_marks(find_marks(request.messages), request.prompt_cache_options, prompt, encode_cut)
     job = Job(
         id=new_id("chatcmpl"),
         model=model,
@@ -62,7 +70,7 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         stream=bool(request.stream),
         include_usage=request.include_usage,
         leases=[[*request.leases(len(prompt)), *leases]],
-        blends=[served.blend.spec(request.blend, spans)],
+        blends=[served.blend.spec(request.blend, passages, spans)],
         next_turn=None if spans else next_turn,  # what goes on from blended KV goes on from nothing that is cached
     )
     return job, ChatWording(tokenizer)

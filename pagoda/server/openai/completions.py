@@ -60,7 +60,10 @@ def prepare_completion(served: Served, body: bytes, namespace: str) -> tuple[Job
             [*request.leases(count), *(options.implicit(count) if options else ())]
             for count in (len(prompt.tokens) for prompt in prompts)
         ],
-        blends=[served.blend.spec(request.blend, prompt.spans) for prompt in prompts],
+        blends=[
+            served.blend.spec(request.blend, hidden, prompt.spans)
+            for hidden, prompt in zip(passages, prompts, strict=True)
+        ],
     )
     echoes = [prompt.text_of(tokenizer) for prompt in prompts] if request.echo else []
     return job, CompletionWording(tokenizer, [text for text in echoes for _ in range(params.n)])

@@ -37,6 +37,7 @@ from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.passages import BlendDefaults
 from pagoda.server.stream import EventStream, merge
+from pagoda.server.tools import ToolCheck
 
 if TYPE_CHECKING:
     from pagoda.server.tracing import Tracing  # needs an optional package
@@ -59,6 +60,7 @@ class Served:
     prefiller: Prefiller | None = None
     tracing: Tracing | None = None
     blend: BlendDefaults = field(default_factory=lambda: BlendDefaults(DEFAULT_RATIO))
+    tools: ToolCheck = field(default_factory=ToolCheck)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(
@@ -287,10 +289,11 @@ class _Frame:
 
 
 def blend_usage(*usages: Usage) -> dict[str, int]:
-    """Of passages: prompt tokens reused as they were computed alone, and those found and computed anew."""
+    """Of passages: prompt tokens reused, those found and computed anew, and what was computed beside the prompt."""
     counts = {
         "blended_tokens": sum(usage.num_blended_tokens for usage in usages),
         "recomputed_tokens": sum(usage.num_recomputed_tokens for usage in usages),
+        "extra_computed_tokens": sum(usage.num_extra_tokens for usage in usages),
     }
     return counts if any(counts.values()) else {}
 

@@ -32,6 +32,7 @@ from pagoda.server.openai.respond import Served, blend_usage, new_id
 from pagoda.server.openai.response_store import Message, ResponseStore
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
 from pagoda.server.passages import FIELD as PASSAGE
+from pagoda.server.passages import Passages
 from pagoda.server.stream import NamedEventStream, merge
 
 _UNSUPPORTED = ("background", "conversation", "include", "max_tool_calls", "prompt", "top_logprobs")
@@ -94,15 +95,23 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     tools = start.tools if start.tools and fields.get("tool_choice") != "none" else None
 
-    def encode(messages: Sequence[Any], add_generation_prompt: bool = False) -> tuple[list[int], tuple[Span, ...]]:
-        passages = served.blend.passages(request.blend)
+    def encode(
+        messages: Sequence[Any], passages: Passages, add_generation_prompt: bool = False
+    ) -> tuple[list[int], tuple[Span, ...]]:
         whole = [*system, *start.messages, *earlier, *normalize_messages(messages, passages)]
         shown = passages.hide_tools(tools, "tools") if tools else None
-        return passages.encode(tokenizer.render_chat(whole, shown, add_generation_prompt), tokenizer)
+        text = tokenizer.render_chat(whole, shown, add_generation_prompt)
+        if shown and add_generation_prompt:
+            served.tools.check(text, lambda: tokenizer.render_chat(whole, None, add_generation_prompt), passages)
+        return passages.encode(text, tokenizer)
 
-    prompt, spans = encode(given, add_generation_prompt=True)
-    marks = find_marks(given)
-    marked = place_marks(marks, request.prompt_cache_options, prompt, lambda messages: encode(messages)[0])
+    passages = served.blend.passages(request.blend)
+    prompt, spans = encode(given, passages, add_generation_prompt=True)
+
+    def encode_cut(messages: Sequence[Any]) -> list[int]:
+        return encode(messages, served.blend.passages(request.blend))[0]
+
+    marked = place_marks(find_marks(given), request.prompt_cache_options, prompt, encode_cut)
     return ResponseJob(
         id=new_id("resp"),
         model=model,
@@ -113,7 +122,7 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         params=params,
         scope=Scope(namespace, start.cache_salt),
         leases=(*request.leases(len(prompt)), *marked),
-        blend=served.blend.spec(request.blend, spans),
+        blend=served.blend.spec(request.blend, passages, spans),
     )
 
 

@@ -190,7 +190,7 @@ function showTenants(tenants) {
     const blocks = ["num_held_blocks", "num_cached_blocks", "num_leased_blocks", "num_guaranteed_blocks"];
     const figures = [
       ...blocks.map((field) => count(each[field])),
-      percent(each.num_hit_tokens + each.num_restored_tokens, each.num_query_tokens),
+      percent(each.num_hit_tokens, each.num_query_tokens),
       count(each.num_evicted_blocks),
     ];
     row.append(name, ...figures.map((text) => element("td", "", text)));
