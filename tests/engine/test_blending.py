@@ -582,5 +582,5 @@ def test_a_default_steps_aside_where_passages_cannot_be_reused(
     assert found.completions[0].token_ids == expected.completions[0].token_ids
     assert (found.usage.num_blended_tokens, found.usage.num_extra_tokens) == (0, 0)
     assert (found.sparse is None) == (policy is None)
-    with pytest.raises(InvalidRequest, match="quantized|kv_policy"):
+    with pytest.raises(InvalidRequest, match=r"quantized|kv_policy"):
         run(engine, tokens, BlendSpec(spans), params)

@@ -16,7 +16,6 @@ from pagoda.engine.params import DEFAULT_RATIO, Span, cut_passages
 from pagoda.errors import InvalidRequest
 from pagoda.model.chat import ChatTemplate
 from pagoda.server.passages import BlendDefaults, BlendOptions, Passages
-
 from tests.model import models, tokenizers_made_here
 
 from .conftest import Live, run_server

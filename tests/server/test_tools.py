@@ -52,9 +52,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_it_is_said_once_and_refuses_nobody(
-    toolless: Live, caplog: pytest.LogCaptureFixture, path: str
-) -> None:
+async def test_it_is_said_once_and_refuses_nobody(toolless: Live, caplog: pytest.LogCaptureFixture, path: str) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert (await send(toolless, path)).status_code == 200
