@@ -143,7 +143,9 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                settle(result.set_result, work())
+                value = work()
+                self._stats = self._snapshot()  # as for outputs: whoever has the answer sees the state it came from
+                settle(result.set_result, value)
             except Exception as error:
                 settle(result.set_exception, error)
 
