@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.params import SamplingParams
+from pagoda.engine.params import BlendSpec, SamplingParams, Span
 from pagoda.errors import ConfigError, InvalidRequest, ModelNotFound, UnsupportedModel, WeightsError
 from tests.model import adapters, models, tokenizers_made_here
 
@@ -186,6 +186,19 @@ def test_an_activated_adapter_changes_nothing_before_its_invocation(made: tuple[
     with pytest.raises(InvalidRequest, match="activated by the tokens"):
         engine.generate([before], GREEDY, adapter="late")
     engine.core.cache.check()
+
+
+def test_passages_that_nobody_asked_for_step_aside_for_an_activated_adapter(made: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = made
+    tokens = prompt(3, 43) + INVOCATION + prompt(4, 9)
+    [expected] = make(folder).generate([tokens], GREEDY, adapter="late")
+    engine = make(folder)
+    default = BlendSpec((Span(3, 40),), is_default=True)
+    [found] = engine.generate([tokens], GREEDY, adapter="late", blends=[default])
+    assert found.completions[0].token_ids == expected.completions[0].token_ids
+    assert found.usage.num_extra_tokens == 0
+    with pytest.raises(InvalidRequest, match="starts within the prompt"):
+        engine.generate([tokens], GREEDY, adapter="late", blends=[BlendSpec(default.spans)])
 
 
 @pytest.mark.parametrize(
