@@ -61,9 +61,9 @@ class BlendSpec:
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("min_confidence", self.min_confidence)):
             if not 0 <= value <= 1:
-                raise InvalidRequest(f"{name} must be between 0 and 1, got {value}", param=f"blend.{name}")
+                raise InvalidRequest(f"blend.{name} must be between 0 and 1, got {value}", param=f"blend.{name}")
         if not self.max_deviation >= 0:
-            message = f"max_deviation must be 0 or more, got {self.max_deviation}"
+            message = f"blend.max_deviation must be 0 or more, got {self.max_deviation}"
             raise InvalidRequest(message, param="blend.max_deviation")
         if any(span.start < 0 or span.stop < span.start for span in self.spans):
             raise InvalidRequest("a passage must end where it begins, or after that", param="blend")

@@ -9,13 +9,13 @@ What is given on the command line or in the environment goes before what the fil
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pagoda.errors import ConfigError
+from pagoda.files import parse_toml
 
 
 def _apply(context: typer.Context, path: Path | None) -> Path | None:
@@ -47,8 +47,8 @@ def _names(param: Any) -> list[str]:
 def _load(path: Path, known: dict[str, Any], context: typer.Context) -> dict[str, Any]:
     """The file's values by parameter. Raises ConfigError."""
     try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        values = parse_toml(path.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"the configuration {path} cannot be read: {error}") from error
     for name, value in values.items():
         if name not in known:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pagoda.cli.remote import DEFAULT_URL, AdminKey, ApiKey, AsJson, RefusedError, Replica, Url, ask, print_json
-from pagoda.cli.tables import print_tables
+from pagoda.cli.tables import counted, print_tables
 from pagoda.errors import ConfigError
 
 Tenant = Annotated[str, typer.Option(help="Whose. Empty where the server has no API keys.")]
@@ -73,8 +73,8 @@ def tree(
             salt = f", salt {escape(scope[1])}" if scope[1] else ""
             adapter = f", adapter {escape(each['adapter'])}" if each["adapter"] else ""
             console.print(f"[bold]{_name(each['tenant'])}[/]{salt}{adapter}")
-        notes = [f"{each['num_tokens']:,} tokens", f"{each['num_hits']:,} hits"]
-        notes += [f"{each['num_held']:,} blocks held"] if each["num_held"] else []
+        notes = [counted(each["num_tokens"], "token"), counted(each["num_hits"], "hit")]
+        notes += [f"{counted(each['num_held'], 'block')} held"] if each["num_held"] else []
         text = escape(json.dumps(each["preview"], ensure_ascii=False)) if "preview" in each else ""
         indent = "  " * (each["level"] + 1)
         console.print(f"{indent}[dim]{', '.join(notes)}[/] {text}", no_wrap=True, overflow="ellipsis")
@@ -105,7 +105,8 @@ def pin(
         raise RefusedError(f"{error} Where there are API keys, --tenant says whose prefix it is.") from None
     if as_json:
         return print_json(answer)
-    print(f"pinned {answer['num_tokens']:,} tokens in {answer['num_blocks']:,} blocks: lease {answer['id']}")
+    pinned = f"{counted(answer['num_tokens'], 'token')} in {counted(answer['num_blocks'], 'block')}"
+    print(f"pinned {pinned}: lease {answer['id']}")
 
 
 @app.command()
@@ -145,20 +146,20 @@ def purge(
     if cache_salt and not has_prefix:
         raise ConfigError("--cache-salt needs --prompt or --messages: which prefix to purge under it")
     body: dict[str, Any] = {"request_id": request} if request is not None else {"tenant": tenant}
-    what = f"request {request}" if request is not None else f"tenant {tenant!r}"
+    of = _whose(tenant or "")
+    what = f"what request {request} left" if request is not None else f"all of {of}"
     if has_prefix:
         body |= {"tenant": tenant or "", "cache_salt": cache_salt, **_prefix(prompt, messages)}
-        what = f"what begins so of tenant {tenant or ''!r}"
+        what = f"what begins with that prefix, of {of}"
     elif request is None and tenant is None:
         raise ConfigError("say what to purge: --tenant, --prompt, --messages or --request")
-    if not yes and not typer.confirm(f"Purge {what} from {url}?"):
-        raise typer.Exit(1)
+    _confirm(f"Purge {what}, from {url}?", yes=yes, url=url, admin_key=admin_key, replica=replica)
     answer = ask("POST", "/v1/kv/purge", url=url, admin_key=admin_key, replica=replica, json=body)
     if as_json:
         return print_json(answer)
-    print(f"{answer['purged_blocks']:,} blocks purged")
+    print(f"{counted(answer['purged_blocks'], 'block')} purged")
     for tier, count in answer.get("purged_records", {}).items():
-        print(f"{tier}: {count:,} records purged")
+        print(f"{tier}: {counted(count, 'record')} purged")
     late = [*answer.get("waiting_tiers", ()), *(f"replica {number}" for number in answer.get("waiting_replicas", ()))]
     if late:
         raise RefusedError(f"not yet purged from: {', '.join(late)}. Purge again once they answer.")
@@ -167,11 +168,22 @@ def purge(
 @app.command()
 def clear(url: Url = DEFAULT_URL, admin_key: AdminKey = None, replica: Replica = None, yes: Yes = False) -> None:
     """Evict all that no request and no lease holds."""
-    if not yes and not typer.confirm(f"Clear the cache of {url}?"):
+    _confirm(f"Clear the cache of {url}?", yes=yes, url=url, admin_key=admin_key, replica=replica)
+    freed = ask("POST", "/v1/kv/clear", url=url, admin_key=admin_key, replica=replica)["freed_blocks"]
+    print(f"{counted(freed, 'block')} freed")
+
+
+def _confirm(question: str, *, yes: bool, url: str, admin_key: str | None, replica: int | None) -> None:
+    """Ask, unless told not to; not before it is known that the server would do it."""
+    if yes:
+        return
+    ask("GET", "/v1/kv", url=url, admin_key=admin_key, replica=replica)
+    if not typer.confirm(question):
         raise typer.Exit(1)
-    print(
-        f"{ask('POST', '/v1/kv/clear', url=url, admin_key=admin_key, replica=replica)['freed_blocks']:,} blocks freed"
-    )
+
+
+def _whose(tenant: str) -> str:
+    return f"tenant {tenant}" if tenant else "requests without a tenant"
 
 
 def _prefix(prompt: str | None, messages: Path | None) -> dict[str, Any]:

@@ -91,7 +91,8 @@ KvMemory = Annotated[
         "--kv-memory",
         metavar="SIZE",
         callback=_check_size,
-        help="KV cache size, such as 512MiB or 2GiB. [default: a safe share of free memory]",
+        help="KV cache size, such as 512MiB or 2GiB. "
+        "[default: half of the available memory, or what all requests at full context fill if that is less]",
         rich_help_panel=_MEMORY,
     ),
 ]

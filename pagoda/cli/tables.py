@@ -6,6 +6,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 hit`, `1,024 hits`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def print_tables(console: Console, *tables: Table) -> None:
     """Print tables, no figure cut. Figures are what stands right: where room is short, texts and headers wrap, and
     where that is not enough, lines are longer than the terminal is wide. Mutates the tables."""

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pagoda.cli.tables import counted
 from pagoda.errors import ConfigError, TierUnavailable
 from pagoda.kv.sizes import format_size, parse_size
 
@@ -48,7 +49,11 @@ def ls(
     now = time.time()
     leased = sum(info.lease_until > now for info in infos)
     of = "" if usage.capacity_bytes is None else f" of {format_size(usage.capacity_bytes)}"
-    console.print(f"{usage.num_records:,} records, {leased:,} leased; {format_size(usage.used_bytes)}{of} used")
+    records = counted(usage.num_records, "record")
+    console.print(f"{records}, {leased:,} leased; {format_size(usage.used_bytes)}{of} used")
+    if _parsed(spec).kind == "disk":
+        free = format_size(usage.used_bytes - usage.payload_bytes)
+        console.print(f"{free} of that hold no record: a file that was taken stays, for the records to come")
     table = Table("record size", "records", "payload", title="By size", title_justify="left")
     for size, count in sorted(Counter(info.num_bytes for info in infos).items()):
         table.add_row(format_size(size), f"{count:,}", format_size(size * count))
@@ -110,12 +115,12 @@ def purge(
             raise typer.Exit(1)
         owner = KeyChain(bytes(KEY_BYTES), hashlib.sha256(secret.encode()).digest()).owner(tenant)
         with _opened(spec, key) as tier:
-            print(f"{tier.purge(owner):,} records deleted")
+            print(f"{counted(tier.purge(owner), 'record')} deleted")
         return
     with _opened(spec, key) as tier:
         infos = list(tier.scan())
         size = format_size(sum(info.num_bytes for info in infos))
-        if not yes and not typer.confirm(f"Delete {len(infos):,} records, {size}, from {spec}?"):
+        if not yes and not typer.confirm(f"Delete {counted(len(infos), 'record')}, {size}, from {spec}?"):
             raise typer.Exit(1)
         num_deleted = 0
         with _progress("deleting", len(infos)) as advance:
@@ -123,7 +128,7 @@ def purge(
                 results = tier.delete([info.id for info in batch])
                 num_deleted += sum(isinstance(result, Deleted) for result in results)
                 advance(len(batch))
-    print(f"{num_deleted:,} records deleted")
+    print(f"{counted(num_deleted, 'record')} deleted")
 
 
 @app.command()

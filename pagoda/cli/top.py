@@ -139,7 +139,7 @@ def _tiers(before: Reading, now: Reading) -> Table:
         size = "" if used is None else format_size(used) + (f" of {format_size(room)}" if room else "")
         figures = size, rate(tier, "written_records"), rate(tier, "restored_tokens"), f"{tier['restored_tokens']:,}"
         rows.append((tier["name"], tier["state"], *figures))
-    return _table(("tier", "breaker", "used", "records written", "tokens restored", "restored in all"), rows)
+    return _table(("tier", "state", "used", "records written", "tokens restored", "restored in all"), rows)
 
 
 def _tenant_row(tenant: dict[str, Any]) -> tuple[str, ...]:

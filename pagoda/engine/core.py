@@ -123,9 +123,16 @@ class EngineCore:
             raise ConfigError(
                 f"tenants are guaranteed {kept} of {cache.num_blocks} KV blocks, and a context of "
                 f"{self.max_model_len} tokens needs {cache.num_blocks - room} beside them: guarantee less, lower "
-                "max_model_len or raise kv_memory"
+                "max_model_len or raise kv_memory (`--max-model-len`, `--kv-memory`)"
             )
-        retention.limit_blocks = max(0, min(int(self._config.lease_share * cache.num_blocks), room))
+        share, pool = int(self._config.lease_share * cache.num_blocks), f"the pool's {cache.num_blocks} blocks"
+        retention.limit_blocks = max(0, min(share, room))
+        retention.limit_cause = (
+            f"`--lease-share` gives leases {self._config.lease_share:g} of {pool}"
+            if share <= room
+            else f"a context of {self.max_model_len} tokens must fit beside leases, and needs "
+            f"{cache.num_blocks - room} of {pool}; lower `--max-model-len` or raise `--kv-memory`"
+        )
         retention.guaranteed = {name: cache.tenants.guaranteed(name) for name in self._config.tenants}
         retention.unguaranteed_limit_blocks = max(0, room - kept)
         for name, spec in self._config.tenants.items():

@@ -153,7 +153,8 @@ class Engine:
         self.max_model_len = self._longest(cache, loaded.spec.max_context)
         if self.max_model_len < loaded.spec.max_context:
             logger.warning(
-                "KV memory holds %d tokens: the context is cut from %d to that; raise kv_memory for more",
+                "KV memory holds %d tokens: the context is cut from %d to that; raise `--kv-memory` (in Python "
+                "`kv_memory`) for more",
                 self.max_model_len,
                 loaded.spec.max_context,
             )

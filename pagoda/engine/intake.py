@@ -56,7 +56,12 @@ class Intake:
         if policy is not None and self.sparsity is not None:
             total = int(tokens.size) + max_tokens
             request.peak_blocks = self.sparsity.peak_blocks(policy, int(tokens.size), total)
-            request.sparse = self.sparsity.open(policy, int(tokens.size), total)
+            try:
+                request.sparse = self.sparsity.open(policy, int(tokens.size), total)
+            except InvalidRequest as error:
+                if params.kv_policy is not None:
+                    raise
+                raise InvalidRequest(f"the server's default kv_policy does not go with this request: {error}") from None
         if params.beam is not None:
             limits = {"the vocabulary": self._vocab_size, "max_num_seqs": self._config.max_num_seqs}
             for what, limit in limits.items():
@@ -67,7 +72,7 @@ class Intake:
         return request
 
     def _policy(self, params: SamplingParams, whole: str | None) -> SparsePolicy | None:
-        return None if self.sparsity is None else self.sparsity.policy_for(params.kv_policy, whole=whole)
+        return None if self.sparsity is None else self.sparsity.policy_for(params.wished_policy, whole=whole)
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, policy: SparsePolicy | None) -> int:
         if policy is not None and self.sparsity is not None:

@@ -52,7 +52,7 @@ def fitted(config: EngineConfig, layout: KVLayout, num_bytes: int) -> EngineConf
     if running < config.max_num_seqs:
         logger.warning(
             "each running sequence takes %s of KV memory for a block that is being filled: at most %d run, not %d; "
-            "raise kv_memory for more",
+            "raise `--kv-memory` (in Python `kv_memory`) for more",
             format_size(len(layout.groups) * layout.staged.pool_block_bytes if layout.staged else 0),
             running,
             config.max_num_seqs,

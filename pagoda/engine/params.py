@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pagoda.blend.chunks import cut_passages as cut_passages
 from pagoda.blend.segments import DEFAULT_RATIO as DEFAULT_RATIO
@@ -91,8 +91,8 @@ class SamplingParams:
     `n` and returns those of the highest mean log-probability, at the end. `beam` searches instead of drawing: then
     nothing that shapes a draw may be set, and `n` of its beams are returned. `kv_retention` says which of the request's
     tokens stay in the cache before others. `kv_policy` drops KV within the request, where the engine's default does not
-    say it all: see `parse_kv_policy`. `continues_text` says that the output goes on from the prompt's text,
-    so that a SentencePiece model's leading space belongs to it.
+    say it all; what `parse_kv_policy` reads may be given as it is, and is read here. `continues_text` says that the
+    output goes on from the prompt's text, so that a SentencePiece model's leading space belongs to it.
 
     Raises:
         InvalidRequest: a field is out of range, or does not go with another; `param` names it.
@@ -119,7 +119,7 @@ class SamplingParams:
     continues_text: bool = False
     kv_retention: KVRetention | None = None
     tier_use: TierUse = field(default_factory=TierUse)
-    kv_policy: KVPolicy | None = None
+    kv_policy: KVPolicy | str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, message: str) -> None:
@@ -128,6 +128,10 @@ class SamplingParams:
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.kv_policy, str | Mapping):
+            from pagoda.engine.kv_policy import parse_kv_policy
+
+            object.__setattr__(self, "kv_policy", parse_kv_policy(self.kv_policy))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "must be a finite number")
         check(1 <= self.n <= MAX_SAMPLES, "n", f"must be between 1 and {MAX_SAMPLES}")
@@ -158,6 +162,12 @@ class SamplingParams:
             check(self.temperature in (0.0, 1.0), "temperature", "has no meaning in a beam search")
             for name, default in _DRAWING.items():
                 check(getattr(self, name) == default, name, "has no meaning in a beam search")
+
+    @property
+    def wished_policy(self) -> KVPolicy | None:
+        """`kv_policy`, which is read by now."""
+        assert not isinstance(self.kv_policy, str | Mapping), "__post_init__ reads it"
+        return self.kv_policy
 
     @property
     def num_samples(self) -> int:

@@ -124,6 +124,7 @@ class Retention:
 
     Attributes:
         limit_blocks: most blocks under lease; whoever knows how much requests need sets it. None at first.
+        limit_cause: what that bound comes from, and the setting that changes it, for those whose lease is refused.
         owner_limits: most of them charged to an owner; whoever is not in it has no limit of its own.
         guaranteed: blocks that each owner is sure of, leased or not; nobody else counts on those.
         unguaranteed_limit_blocks: most blocks that all leases may have beyond what their owners are guaranteed.
@@ -133,6 +134,7 @@ class Retention:
 
     def __init__(self, pins: Pins, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_blocks = 0
+        self.limit_cause = "nothing is set aside for leases"
         self.owner_limits: dict[str, int] = {}
         self.guaranteed: Mapping[str, int] = {}
         self.unguaranteed_limit_blocks = pins.num_blocks
@@ -277,17 +279,25 @@ class Retention:
         self._check_owner(num_new, owner)
         mine = self._usage[owner]
         if not self.limit_blocks:
-            raise PoolIsLeased(
-                "no KV block may be leased: lease_share is too small, or the pool holds no more than a full context"
-            )
+            raise PoolIsLeased(f"no KV block may be leased: {self.limit_cause}")
         after = self._usage + Counter({owner: num_new})
         beyond = sum(max(0, count - self.guaranteed.get(name, 0)) for name, count in after.items())
+        alone = self.guaranteed.get(owner, 0) + self.unguaranteed_limit_blocks
+        if num_new > (most := min(self.limit_blocks, alone)):
+            cause = self._cause(self.limit_blocks <= alone)
+            raise PoolIsLeased(f"{num_new} more KV blocks are needed, and at most {most} may be leased: {cause}")
         if after.total() > self.limit_blocks or beyond > self.unguaranteed_limit_blocks:
             # No figures but the owner's: what the others hold is not its business.
+            cause = self._cause(after.total() > self.limit_blocks)
             raise PoolIsLeased(
                 f"{num_new} more KV blocks are needed beside the {mine} that the tenant has leased, and the "
-                "server's lease budget has no room for them now; `--lease-share` sets how much of the pool it is"
+                f"server's lease budget has no room for them now: {cause}"
             )
+
+    def _cause(self, is_limit: bool) -> str:
+        if is_limit:
+            return self.limit_cause
+        return "the rest is kept for a full context and for what tenants are guaranteed; `--kv-memory` sets the pool"
 
     def _check_owner(self, num_new: int, owner: str) -> None:
         """Whether an owner may have so many more blocks leased, wherever they are. Raises LeaseRefused."""

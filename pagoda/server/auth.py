@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tomllib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -110,10 +109,7 @@ def _own_tenant(key: str) -> str:
 
 
 def _toml(text: str) -> tuple[list[tuple[str, str]], dict[str, TenantSpec]]:
-    try:
-        file = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(error)) from None
+    file = parse_toml(text)
     return _toml_pairs(file.get("keys")), _toml_specs(file.get("tenants", {}))
 
 

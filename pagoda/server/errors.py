@@ -20,6 +20,7 @@ from pagoda.errors import (
     RequestAborted,
     RequestError,
 )
+from pagoda.server.faults import wanted
 
 CLIENT_GONE = 499  # nginx's status for an answer nobody waits for; it only reaches logs
 
@@ -88,7 +89,7 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         fault = error.errors()[0]
         name = str(fault["loc"][-1])
-        return error_response(HttpError(400, "invalid_value", f"{name}: {fault['msg']}", param=name))
+        return error_response(HttpError(400, "invalid_value", f"{name} {wanted(fault)}", param=name))
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

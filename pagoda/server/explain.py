@@ -117,12 +117,24 @@ def explain_router(engine: Backend, admin_key: str | None) -> APIRouter:
     @router.get("/kv/explain/{request_id}")
     async def explain(request: Request, request_id: str, prompt: int = 0) -> Response:
         for_admin = is_admin(request, admin_key)
+
+        async def find(*names: str) -> Explanation | None:
+            for name in names:
+                found = await _explanation(engine, name, request.state.namespace, for_admin=for_admin)
+                if found is not None:
+                    return found
+            return None
+
         # Ids in answers name all of a request's prompts; the engine's name one.
-        for name in (request_id, f"{request_id}-{prompt}"):
-            explanation = await _explanation(engine, name, request.state.namespace, for_admin=for_admin)
-            if explanation is not None:
-                report = explain_report(explanation, engine.tokenizer, for_admin=for_admin)
-                return JSONResponse({"id": request_id, **report})
-        raise HttpError(404, "not_found", f"Request {request_id[:200]!r} is not among your last ones on this server.")
+        first = request_id, f"{request_id}-0"
+        explanation = await (find(*first) if prompt == 0 else find(f"{request_id}-{prompt}"))
+        if explanation is None:
+            shown = repr(request_id[:200])
+            if prompt != 0 and await find(*first) is not None:
+                message = f"Request {shown} has no prompt {prompt}; they are counted from 0."
+                raise HttpError(400, "invalid_value", message, param="prompt")
+            raise HttpError(404, "not_found", f"Request {shown} is not among your last ones on this server.")
+        report = explain_report(explanation, engine.tokenizer, for_admin=for_admin)
+        return JSONResponse({"id": request_id, **report})
 
     return router

@@ -11,12 +11,36 @@ from pydantic import ValidationError
 from pagoda.errors import InvalidRequest
 
 _SHOULD_BE = "Input should be "
+_VALUE_ERROR = "Value error, "
+# What a value should be, by the kind of fault: in JSON's words, without the names of classes here.
+_EXPECTED = {
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "a boolean",
+    "bool_parsing": "a boolean",
+}
+_LENGTHS = {
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+}
 _NEAR = 0.85  # of difflib: prompt_cache_key, which is a field of OpenAI's, is less like any of ours
 
 
 def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidRequest:
     """The first field at fault; a union's alternatives are one fault of the field that may be any of them."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults = error.errors(include_url=False, include_input=False)
     first = faults[0]
     path, is_union = _path(first["loc"], fields, is_missing=first["type"] == "missing")
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".") or None
@@ -25,19 +49,31 @@ def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidReq
             message = f"{name} is required"
         case {"type": "extra_forbidden"}:
             message = f"{name} is no field that is known here"
-        case {"msg": str(said)} if not is_union and not said.startswith(_SHOULD_BE):
-            message = f"{name}: {said}"
+        case _ if not is_union:
+            message = f"{name} {wanted(first)}{_not_null(path, fields)}"
         case _:
             same = [each for each in faults if _path(each["loc"], fields) == (path, is_union)]
-            said = " or ".join(dict.fromkeys(each["msg"].removeprefix(_SHOULD_BE) for each in same))
-            message = f"{name} should be {said}{', not null' if _is_null(path, fields) else ''}"
+            said = " or ".join(dict.fromkeys(wanted(each).removeprefix("should ") for each in same))
+            message = f"{name} should {said.replace(' or be ', ' or ')}{_not_null(path, fields)}"
     return InvalidRequest(message, param=name)
 
 
-def _is_null(path: Sequence[int | str], fields: Any) -> bool:
+def wanted(fault: Mapping[str, Any]) -> str:
+    """What the value of one of pydantic's faults should be, to go after the field's name."""
+    kind, said = fault["type"], str(fault["msg"])
+    if kind in _EXPECTED:
+        return f"should be {_EXPECTED[kind]}"
+    if kind in _LENGTHS:
+        return f"should have {_LENGTHS[kind].format_map(fault['ctx'])}"
+    if said.startswith(_SHOULD_BE):
+        return f"should be {said.removeprefix(_SHOULD_BE)}"
+    return f"is refused: {said.removeprefix(_VALUE_ERROR)}"
+
+
+def _not_null(path: Sequence[int | str], fields: Any) -> str:
     for part in path:
         fields = fields[part]
-    return fields is None
+    return ", not null" if fields is None else ""
 
 
 def check_spelling(fields: Iterable[str], known: Container[str], own: Iterable[str]) -> None:

@@ -12,11 +12,11 @@ currency = "USD"
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.files import parse_toml
 from pagoda.server.ledger import Counts
 
 PER = 1_000_000
@@ -54,8 +54,8 @@ class Prices:
             ConfigError: the file cannot be read, or has something else in it.
         """
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8")).get("prices")
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table = parse_toml(path.read_text(encoding="utf-8")).get("prices")
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"cannot read prices from {path}: {error}") from None
         if not isinstance(table, dict) or (unknown := table.keys() - {each.name for each in fields(cls)}):
             what = f"it has {', '.join(sorted(unknown))}" if isinstance(table, dict) else "there is no [prices] table"

@@ -34,7 +34,7 @@ def health_of(tiers: Sequence[TierReport]) -> list[dict[str, Any]]:
     return [
         {
             "name": tier.name,
-            "state": str(tier.state),
+            "state": tier.condition,
             "num_records": tier.usage and tier.usage.num_records,
             "used_bytes": tier.usage and tier.usage.used_bytes,
             "capacity_bytes": tier.usage and tier.usage.capacity_bytes,

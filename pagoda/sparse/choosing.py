@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from pagoda.errors import InvalidRequest
 from pagoda.sparse.settings import Settings
 
 _LEAST_INTERVAL = 32
 _BUDGET_PER_INTERVAL = 8
-_MOST_TOKENS = 1 << 30
+MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,11 @@ class Choosing(Settings):
 
     def __post_init__(self) -> None:
         if self.interval is not None:
-            self.check(1 <= self.interval <= _MOST_TOKENS, "interval", "must be at least 1")
+            self.check(1 <= self.interval <= MOST_TOKENS, "interval", "must be at least 1")
         if isinstance(self.budget, int):
             least = self.least_budget
             self.check(least <= self.budget, "budget", f"must be at least {least} tokens here")
-            self.check(self.budget <= _MOST_TOKENS, "budget", f"must be at most {_MOST_TOKENS} tokens")
-
-    @classmethod
-    def check_type(cls, setting: str, value: Any) -> None:
-        """See Settings."""
-        if type(value) is not int and not (setting == "budget" and isinstance(value, str)):
-            message = f"{cls.name}: {setting} must be a whole number, got {str(value)[:64]!r}"
-            raise InvalidRequest(message, param="kv_policy")
+            self.check(self.budget <= MOST_TOKENS, "budget", f"must be at most {MOST_TOKENS} tokens")
 
     @property
     def least_budget(self) -> int:

@@ -32,13 +32,13 @@ class InfiniGen(Recalling):
 
     name: ClassVar[str] = "infinigen"
     looks_ahead: ClassVar[bool] = True
+    fractions: ClassVar[frozenset[str]] = frozenset(("alpha", "part"))
     alpha: float | None = None
     part: float = 0.5
 
     def __post_init__(self) -> None:
-        known = self.alpha is None or (isinstance(self.alpha, int | float) and self.alpha >= 0)
-        self.check(known, "alpha", "must be 0 or more")
-        self.check(isinstance(self.part, int | float) and 0 < self.part <= 1, "part", "must be above 0 and at most 1")
+        self.check(self.alpha is None or self.alpha >= 0, "alpha", "must be 0 or more")
+        self.check(0 < self.part <= 1, "part", "must be above 0 and at most 1")
         Recalling.__post_init__(self)
 
     def sketch(self, head_dim: int, recall: RecallMemory) -> Sketch:

@@ -27,7 +27,7 @@ class Quest(Recalling):
     block: int = 16
 
     def __post_init__(self) -> None:
-        self.check(type(self.block) is int and 1 <= self.block <= 1024, "block", "must be between 1 and 1024")
+        self.check(1 <= self.block <= 1024, "block", "must be between 1 and 1024")
         Recalling.__post_init__(self)
 
     @property

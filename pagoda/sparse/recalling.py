@@ -34,7 +34,7 @@ class Recalling(Settings):
     recent: int = 16
 
     def __post_init__(self) -> None:
-        self.check(type(self.recent) is int and self.recent >= 1, "recent", "must be at least 1")
+        self.check(self.recent >= 1, "recent", "must be at least 1")
         if isinstance(self.budget, int):
             least = self.recent + _INTERVAL + 2 * self.unit - 1
             self.check(self.budget >= least, "budget", f"must be at least {least} tokens here")
@@ -72,9 +72,13 @@ class Recalling(Settings):
             return None
         recall = memory.recall
         if recall is None:
-            raise InvalidRequest(f"{self.name} needs host memory, and this engine has none", param="kv_policy")
+            message = f"{self.name} needs host memory, and this engine has none: `host_memory` gives it some"
+            raise InvalidRequest(message, param="kv_policy")
         if num_total > recall.host.num_tokens:
-            message = f"{self.name} keeps {num_total} tokens in host memory, which holds {recall.host.num_tokens}"
+            message = (
+                f"{self.name} keeps {num_total} tokens in host memory, which holds {recall.host.num_tokens}: "
+                "`--host-memory` (in Python `host_memory`) sets how much it is"
+            )
             raise InvalidRequest(message, param="kv_policy")
         return RecallingSequence(
             self.name,

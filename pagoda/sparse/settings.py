@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -19,30 +20,39 @@ class Settings:
     """
 
     name: ClassVar[str]
+    fractions: ClassVar[frozenset[str]] = frozenset()
+    """Settings that need not be whole numbers."""
     budget: Budget = "fit"
 
     def check(self, ok: bool, setting: str, message: str) -> None:
         """Refuse a setting."""
         if not ok:
-            raise InvalidRequest(f"{self.name}: {setting} {message}, got {getattr(self, setting)}", param="kv_policy")
+            got = shown(getattr(self, setting))
+            raise InvalidRequest(f"{self.name}: {setting} {message}, got {got}", param="kv_policy")
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> Self:
         """See SparsePolicy."""
-        known = [each.name for each in fields(cls)]
+        known = {each.name: each.default for each in fields(cls)}
         for name, value in given.items():
             if name not in known:
                 message = f"{cls.name} has no setting {str(name)[:64]!r}; it has {', '.join(known)}"
                 raise InvalidRequest(message, param="kv_policy")
-            cls.check_type(name, value)
+            if not (value is None and known[name] is None):
+                cls.check_type(name, value)
         return cls(**given)
 
     @classmethod
     def check_type(cls, setting: str, value: Any) -> None:
-        """Refuse a value of a type that the setting cannot have, where __post_init__ does not."""
-        if setting == "budget" and type(value) is not int and not isinstance(value, str):
-            message = f"{cls.name}: budget must be a whole number or a size, got {str(value)[:64]!r}"
-            raise InvalidRequest(message, param="kv_policy")
+        """Refuse a value of a type that the setting cannot have: JSON's true is no number."""
+        types: tuple[type, ...] = (int,)
+        what = "a whole number"
+        if setting == "budget":
+            types, what = (int, str), "a whole number or a size"
+        elif setting in cls.fractions:
+            types, what = (int, float), "a number"
+        if type(value) not in types:
+            raise InvalidRequest(f"{cls.name}: {setting} must be {what}, got {shown(value)}", param="kv_policy")
 
     def with_budget(self, num_tokens: int) -> Self:
         """See SparsePolicy."""
@@ -53,3 +63,12 @@ class Settings:
         """The budget, which must be in tokens by now."""
         assert isinstance(self.budget, int), "the engine turns budgets into tokens before it uses them"
         return self.budget
+
+
+def shown(value: object) -> str:
+    """A value as JSON has it, since that is how most callers wrote it; at most 64 characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text[:64]

@@ -14,6 +14,7 @@ from pagoda.sparse.h2o import H2O
 from pagoda.sparse.infinigen import InfiniGen
 from pagoda.sparse.pyramid import Pyramid
 from pagoda.sparse.quest import Quest
+from pagoda.sparse.settings import shown
 from pagoda.sparse.snapkv import SnapKV
 from pagoda.sparse.streaming import Streaming
 
@@ -61,12 +62,17 @@ def parse_kv_policy(given: str | Mapping[str, Any]) -> KVPolicy:
         InvalidRequest: there is no such policy, or a setting is unknown, of the wrong type or out of range.
     """
     fields = _fields_of(given) if isinstance(given, str) else dict(given)
-    name = fields.pop("name", None)
-    if name == "none" and not fields:
+    known = ", ".join(("none", *POLICIES))
+    if "name" not in fields:
+        raise InvalidRequest(f"kv_policy needs a name, one of {known}", param="kv_policy")
+    name = fields.pop("name")
+    if name == "none":
+        if fields:
+            message = f"kv_policy none takes no settings, got {shown(next(iter(fields)))}"
+            raise InvalidRequest(message, param="kv_policy")
         return Full()
     if not isinstance(name, str) or name not in POLICIES:
-        known = ", ".join(("none", *POLICIES))
-        raise InvalidRequest(f"kv_policy needs a name, one of {known}; got {str(name)[:64]!r}", param="kv_policy")
+        raise InvalidRequest(f"there is no kv_policy {shown(name)}; it is one of {known}", param="kv_policy")
     budget = fields.get("budget")
     if isinstance(budget, str) and budget != FIT:
         try:
@@ -78,19 +84,23 @@ def parse_kv_policy(given: str | Mapping[str, Any]) -> KVPolicy:
     if isinstance(given, str) and waits in ("true", "false"):
         waits = waits == "true"
     if not isinstance(waits, bool):
-        raise InvalidRequest(f"under_pressure is true or false, got {str(waits)[:64]!r}", param="kv_policy")
+        raise InvalidRequest(f"under_pressure is true or false, got {shown(waits)}", param="kv_policy")
     policy = POLICIES[name].from_fields(fields)
     return UnderPressure(policy) if waits else policy
 
 
 def _fields_of(text: str) -> dict[str, Any]:
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     fields: dict[str, Any] = {"name": name.strip()}
-    for part in filter(None, rest.split(",")):
-        setting, separator, value = part.partition("=")
+    for part in rest.split(",") if colon else ():
+        setting, separator, value = (each.strip() for each in part.partition("="))
         if not separator:
-            setting, value = "budget", part  # h2o:512
-        fields[setting.strip()] = _number_or_text(value.strip())
+            setting, value = "budget", setting  # h2o:512
+        if not value:
+            raise InvalidRequest(f"a setting is missing or empty in {shown(text)}", param="kv_policy")
+        if setting in fields:
+            raise InvalidRequest(f"{setting[:64]} is given twice in {shown(text)}", param="kv_policy")
+        fields[setting] = _number_or_text(value)
     return fields
 
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from pagoda.errors import InvalidRequest
+from pagoda.sparse.choosing import MOST_TOKENS
 from pagoda.sparse.dropping import Dropping
 
 _SINKS = 4
@@ -50,6 +51,9 @@ class Streaming(Dropping):
             sinks = given.get("sinks", _SINKS)
             if type(window) is not int or type(sinks) is not int:
                 raise InvalidRequest("streaming: window and sinks are numbers of tokens", param="kv_policy")
+            if not 1 <= window <= MOST_TOKENS - sinks:  # said of the window, as it was given and not the budget
+                message = f"streaming: window must be between 1 and {MOST_TOKENS - sinks}, got {window}"
+                raise InvalidRequest(message, param="kv_policy")
             given["budget"] = window + sinks
         return super(Streaming, cls).from_fields(given)
 

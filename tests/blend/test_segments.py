@@ -15,7 +15,7 @@ from pagoda.errors import InvalidRequest
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ratio": -0.1}, "ratio"),
+        ({"ratio": -0.1}, "blend.ratio"),
         ({"ratio": 1.1}, "ratio"),
         ({"ratio": float("nan")}, "ratio"),
         ({"min_confidence": 1.5}, "min_confidence"),

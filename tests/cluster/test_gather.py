@@ -71,7 +71,7 @@ def overview(**parts: Any) -> dict[str, Any]:
         },
         "tenants": [{"tenant": "a", "num_blocks": 1}],
         "tree": [{"num_hits": 2}],
-        "tiers": [{"name": "dram", "state": "closed", "used_bytes": 5}],
+        "tiers": [{"name": "dram", "state": "ok", "used_bytes": 5}],
         "requests": {"finished": 2},
         "ttft": {"cold": {"count": 1, "p50_s": 1.0, "p95_s": 2.0}, "warm": {"count": 0, "p50_s": None, "p95_s": None}},
         "misses": [{"reason": "cold", "requests": 1, "tokens": 9}],
@@ -91,7 +91,7 @@ def test_a_look_at_all_of_them() -> None:
             "signals": {"pool": 0.9, "queue": 0.1},
         },
         map={**one["map"], "owners": "0.2.", "tenants": ["c", "b", None]},
-        tiers=[{"name": "dram", "state": "open", "used_bytes": None}],
+        tiers=[{"name": "dram", "state": "out", "used_bytes": None}],
         ttft={**one["ttft"], "cold": {"count": 3, "p50_s": 2.0, "p95_s": 2.0}},
     )
     told = merged("GET", "/v1/kv/overview", {0: one, 1: other})
@@ -107,7 +107,7 @@ def test_a_look_at_all_of_them() -> None:
     assert told["map"]["owners"] == "..012.3."
     assert told["tenants"] == [{"tenant": "a", "num_blocks": 2}]
     assert [row["replica"] for row in told["tree"]] == [0, 1]
-    assert told["tiers"] == [{"name": "dram", "state": "open", "used_bytes": 5}]
+    assert told["tiers"] == [{"name": "dram", "state": "out", "used_bytes": 5}]
     assert told["requests"] == {"finished": 4}
     assert told["ttft"]["cold"] == {"count": 4, "p50_s": 1.75, "p95_s": 2.0}
     assert told["ttft"]["warm"]["p50_s"] is None

@@ -131,7 +131,7 @@ def test_a_tier_that_gives_other_kv_in_good_order_is_found_out(folder: Path, cap
         assert ask(engine, 1)[1] == 88
     assert watch.num_mismatches == 1
     [report] = engine.core.cache.hierarchy.reports()
-    assert (report.state, report.failures) == ("open", {"audit": 1})
+    assert (report.condition, report.state, report.failures) == ("quarantined", "open", {"audit": 1})
     assert "memory tier" in caplog.text
     assert "key" in caplog.text
     assert ask(engine, 1) == (truth, 0)  # nothing of it is left, on the device or in the tier

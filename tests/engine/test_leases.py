@@ -56,7 +56,23 @@ def test_refusal_reaches_the_output_and_the_answer_is_the_same() -> None:
     small, large = outputs[0].leases
     assert (small.num_tokens, small.refused) == (8, None)
     assert large.num_tokens == 0
-    assert "8 more KV blocks are needed beside the 2 that the tenant has leased" in large.refused
+    assert "8 more KV blocks are needed, and at most 4 may be leased: `--lease-share` gives leases 0.1" in large.refused
+
+
+def test_a_refusal_says_what_bounds_leases_and_whether_there_may_be_room_later() -> None:
+    core = core_with(max_model_len=120)  # 30 of 40 blocks for a full context
+    _, (never,) = ask(core, [1 + (7 * i + 30) % 59 for i in range(48)], LeaseSpec(44, 300))
+    assert never.refused == (
+        "11 more KV blocks are needed, and at most 10 may be leased: a context of 120 tokens must fit beside leases, "
+        "and needs 30 of the pool's 40 blocks; lower `--max-model-len` or raise `--kv-memory`"
+    )
+    ask(core, PROMPT, LeaseSpec(20, 300))
+    _, (later,) = ask(core, [1 + (7 * i + 30) % 59 for i in range(48)], LeaseSpec(36, 300))
+    assert "9 more KV blocks are needed beside the 5 that the tenant has leased" in later.refused
+    assert "no room for them now: a context of 120 tokens" in later.refused
+    core = core_with(max_model_len=160)
+    _, (none,) = ask(core, PROMPT, LeaseSpec(20, 300))
+    assert none.refused.startswith("no KV block may be leased: a context of 160 tokens")
 
 
 def test_leases_leave_room_for_the_longest_request() -> None:

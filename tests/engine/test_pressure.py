@@ -223,7 +223,7 @@ WRONG = [
     ("memory_limit = []", "memory_limit"),
     ("memory_limit = 0", "positive"),
     ("[thresholds]\npool = [0.5, 0.4, 1, 1, 1]", "do not fall"),
-    ("[thresholds]\npool = [0.5]", "levels 1, 2, 3, 4, 5"),
+    ("[thresholds]\npool = [0.5]", r"levels 1, 2, 3, 4, 5, got \[0.5\]"),
     ("[thresholds]\nqueue = [0.25, 0.5, 0.75, 1.0, 2.0]", "levels 4, 5"),
     ("[thresholds]\npool = [0, 1, 1, 1, 1]", "above 0"),
     ("[thresholds]\nheat = [1, 1, 1, 1, 1]", "heat is not known"),
@@ -231,7 +231,9 @@ WRONG = [
     ("[classes.gold]\nmax_wait_s = 3", "gold is not known"),
     ("[classes.batch]\nmax_wait_s = 0", "max_wait_s"),
     ("[classes.batch]\nmax_waiting = 0.5", "max_waiting"),
-    ("levels = [", "ladder.toml"),
+    ('[thresholds]\nqueue = ["a", 2.0]', r"queue\[0\] must be a number, got 'a'"),
+    ("levels = [", "ladder.toml: it is no TOML: .*at the end of line 1"),
+    ("leave = 0.5\nlevels = what", "it is no TOML: .*at line 2"),
 ]
 
 

@@ -183,6 +183,13 @@ async def test_every_endpoint_explains(folder: Path) -> None:
         assert [each["hit_tokens"] for each in pair["pagoda"]["explain"]] == [0, 0]
         later = await live.http.get(f"/v1/kv/explain/{pair['id']}?prompt=1", headers={"x-api-key": "sk-a"})
         assert later.json()["text_asked"].startswith("The tide")
+        for asked, number in ((pair, 2), (message, 1), (message, -1)):
+            path = f"/v1/kv/explain/{asked['id']}?prompt={number}"
+            beyond = await live.http.get(path, headers={"x-api-key": "sk-a"})
+            error = beyond.json()["error"]
+            assert (beyond.status_code, error["param"], error["code"]) == (400, "prompt", "invalid_value")
+            assert f"has no prompt {number}" in error["message"]
+            assert (await live.http.get(path, headers={"x-api-key": "sk-b"})).status_code == 404
 
 
 async def test_the_last_chunk_of_a_stream_explains(folder: Path) -> None:

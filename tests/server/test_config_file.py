@@ -73,7 +73,7 @@ def test_the_command_line_and_the_environment_go_first(monkeypatch: pytest.Monke
         ("kv_memory = 1", "has 'kv_memory'; the options are .*kv-memory"),
         ("config = 'x'", "has 'config'"),
         ("[tier]\nx = 1", "has a table 'tier'"),
-        ("port = ", "cannot be read"),
+        ("port = ", "cannot be read: it is no TOML: .*at the end of line 1"),
         ("max-num-seqs = 'many'", "bad.toml has a wrong value for 'max-num-seqs': .*integer"),
         ("tier = 3", "bad.toml has a wrong value for 'tier'"),
     ],

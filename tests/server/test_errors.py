@@ -160,7 +160,7 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a", ""]}, "stop", "none of them empty"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
     ({"stop": ["x" * 2000]}, "stop", "at most 1024 char"),
-    ({"stop": 5}, "stop", "a valid string or a valid list"),
+    ({"stop": 5}, "stop", "stop should be a string or a list"),
     ({"presence_penalty": 3}, "presence_penalty", "-2 and 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "-2 and 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "(0, 100]"),
@@ -169,19 +169,21 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"258": 1}}, "logit_bias", "0..257"),
-    ({"logit_bias": [1]}, "logit_bias", "dictionary"),
+    ({"logit_bias": [1]}, "logit_bias", "logit_bias should be an object"),
     ({"stop_token_ids": [258]}, "stop_token_ids", "0..257"),
     ({"stop_token_ids": [1] * 1000}, "stop_token_ids", "at most 256"),
     ({"cache_salt": 5}, "cache_salt", "string"),
     ({"cache_salt": "x" * 5000}, "cache_salt", "1024"),
-    ({"priority": "high"}, "priority", "integer"),
+    ({"priority": "high"}, "priority", "priority should be an integer"),
     ({"stream": "yes"}, "stream", "boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
-    ({"stream": True, "stream_options": []}, "stream_options", "dictionary"),
+    ({"stream": True, "stream_options": []}, "stream_options", "stream_options should be an object"),
     ({"model": 3}, "model", "string"),
     ({"kv_retention": {"ranges": [{"token_start": 0}]}}, "kv_retention.ranges[0].priority", "is required"),
     ({"kv_retention": {"ranges": [{"start": 0}]}}, "kv_retention.ranges[0].token_start", "is required"),
     ({"kv_retention": {"ranges": [{"token_start": 0, "priority": "x"}]}}, "kv_retention.ranges[0].priority", "integer"),
+    ({"kv_retention": 5}, "kv_retention", "kv_retention should be an object"),
+    ({"kv_policy": 7}, "kv_policy", "kv_policy should be a string or an object"),
     ({"kv_retention": {"decode": 1}}, "kv_retention.decode", "no field"),
     ({"tiers": {"store": 1}}, "tiers.store", "boolean"),
     ({"stop": ["a", 5]}, "stop", "string"),
@@ -189,7 +191,7 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_retentions": {}}, "kv_retentions", "is kv_retention meant?"),
 ]
 COMPLETION_FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": []}, "prompt", "1 to 1024"),
+    ({"prompt": []}, "prompt", "prompt is an empty list: give a string"),
     ({"prompt": ""}, "prompt", "no tokens"),
     ({"prompt": ["a", ""]}, "prompt", "no tokens"),
     ({"prompt": None}, "prompt", "must be a string"),
@@ -200,8 +202,8 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [258]}, "prompt", "0..257"),
     ({"prompt": [-1]}, "prompt", "0..257"),
     ({"prompt": [10**30]}, "prompt", "0..257"),
-    ({"prompt": ["a"] * 1025}, "prompt", "1 to 1024"),
-    ({"prompt": ["a"] * 9, "n": 128}, "prompt", "times n"),
+    ({"prompt": ["a"] * 1025}, "prompt", "1025 prompts, times 1 "),
+    ({"prompt": ["a"] * 9, "n": 128}, "prompt", "9 prompts, times 128 (n or best_of)"),
     ({"logprobs": 21}, "logprobs", "20"),
     ({"logprobs": True}, "logprobs", "integer"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported"),
@@ -329,7 +331,9 @@ def test_unknown_routes_and_methods(api: httpx.Client) -> None:
 
 
 def test_a_wrong_query_is_refused_in_the_one_shape(api: httpx.Client) -> None:
-    check(api.get("/v1/kv/tree?limit=0"), 400, "limit", param="limit", code="invalid_value")
+    least = "limit should be greater than or equal to 1"
+    check(api.get("/v1/kv/tree?limit=0"), 400, least, param="limit", code="invalid_value")
+    check(api.get("/v1/kv/tree?limit=x"), 400, "limit should be an integer", param="limit", code="invalid_value")
     check(api.get("/v1/kv/explain/x?prompt=y"), 400, "prompt", param="prompt", code="invalid_value")
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from pagoda import cli
+from pagoda.cli.tables import counted
 from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.disk import DiskTier
 from tests.waiting import PATIENCE_S
@@ -240,6 +242,20 @@ async def test_the_command_line(
         assert "acme" in used
         assert "Since 20" in used
         assert json.loads(await command("usage", "--json"))["total"]["requests"] == 1
+        asked: list[str] = []
+        monkeypatch.setattr(typer, "confirm", lambda question: asked.append(question))
+        for args, question in (
+            (("purge", "--prompt", "At"), "Purge what begins with that prefix, of requests without a tenant, from"),
+            (("purge", "--tenant", "acme", "--prompt", "At"), "what begins with that prefix, of tenant acme, from"),
+            (("purge", "--tenant", "acme"), "Purge all of tenant acme, from"),
+            (("purge", "--request", "r"), "Purge what request r left, from"),
+            (("clear",), "Clear the cache of"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["pagoda", "kv", *args])
+            with pytest.raises(SystemExit) as declined:
+                await asyncio.to_thread(cli.main)
+            assert declined.value.code == 1
+            assert question in asked.pop()
         monkeypatch.setenv("COLUMNS", "50")
         narrow = await command("usage")
         assert "…" not in narrow
@@ -276,3 +292,14 @@ async def test_a_server_without_an_admin_key_is_said_to_have_none(
         with pytest.raises(SystemExit):
             await asyncio.to_thread(cli.main)
         assert "started with --admin-key" in capsys.readouterr().err
+        monkeypatch.setattr(typer, "confirm", lambda question: pytest.fail("asked for what no route would do"))
+        for command in ("clear",), ("purge", "--tenant", "a"):
+            monkeypatch.setattr(sys, "argv", ["pagoda", "kv", *command, "--url", live.url])
+            with pytest.raises(SystemExit) as refused:
+                await asyncio.to_thread(cli.main)
+            assert refused.value.code == 2
+            assert "started with --admin-key" in capsys.readouterr().err
+
+
+def test_one_of_a_thing_is_one() -> None:
+    assert [counted(number, "hit") for number in (0, 1, 2, 1024)] == ["0 hits", "1 hit", "2 hits", "1,024 hits"]

@@ -12,10 +12,11 @@ from .test_metrics import scrape
 INFINITY = float("inf")
 
 
-def report(name: str, state: BreakerState, usage: Usage | None) -> TierReport:
+def report(name: str, state: BreakerState, usage: Usage | None, *, is_quarantined: bool = False) -> TierReport:
     return TierReport(
         name=name,
         state=state,
+        is_quarantined=is_quarantined,
         usage=usage,
         num_stored=1,
         num_demoted=2,
@@ -74,9 +75,20 @@ async def test_each_tier_has_its_samples(live: Live) -> None:
     dram, s3 = (await live.http.get("/health")).json()["tiers"]
     assert dram == {
         "name": "dram",
-        "state": "closed",
+        "state": "ok",
         "num_records": 10,
         "used_bytes": 500,
         "capacity_bytes": 1000,
     }
-    assert (s3["state"], s3["num_records"]) == ("open", None)
+    assert (s3["state"], s3["num_records"]) == ("out", None)
+
+
+async def test_health_says_how_a_tier_is_in_plain_words(live: Live) -> None:
+    live.backend.tier_reports = [
+        report("a", BreakerState.CLOSED, None),
+        report("b", BreakerState.HALF_OPEN, None),
+        report("c", BreakerState.OPEN, None),
+        report("d", BreakerState.OPEN, None, is_quarantined=True),
+    ]
+    told = [tier["state"] for tier in (await live.http.get("/health")).json()["tiers"]]
+    assert told == ["ok", "trying", "out", "quarantined"]

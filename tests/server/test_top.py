@@ -39,7 +39,7 @@ async def test_what_it_shows(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
             "count the boats",
             "diverged",
             "dram",
-            "closed",
+            "ok",
             "0/s",
         ):
             assert part in text

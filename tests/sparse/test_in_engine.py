@@ -328,15 +328,26 @@ def test_what_is_read(given: Any, policy: Any) -> None:
     [
         ("", "none, streaming, h2o, snapkv, pyramid"),
         ({}, "needs a name"),
-        ({"name": 3}, "needs a name"),
-        ({"name": "none", "budget": 5}, "needs a name"),
+        ({"budget": 4}, "needs a name, one of none, "),
+        ({"name": 3}, "no kv_policy 3; it is one of none, "),
+        ({"name": None}, "no kv_policy null"),
+        ({"name": "h3o"}, 'no kv_policy "h3o"'),
+        ({"name": "none", "budget": 5}, 'kv_policy none takes no settings, got "budget"'),
+        ("infinigen:", 'missing or empty in "infinigen:"'),
+        ("none:", "missing or empty"),
+        ("h2o:512,", "missing or empty"),
+        ("h2o:budget=", "missing or empty"),
+        ("h2o:512,budget=600", "budget is given twice"),
+        ("h2o:name=snapkv", "name is given twice"),
         ("h2o:budget=lots", "not a size"),
         ("h2o:1e3", "not a size"),
         ("h2o:512.5", "whole number"),
         ("infinigen:budget=100.5", "whole number"),
         ("infinigen:alpha=.5", "alpha must be"),
         ({"name": "h2o", "budget": 1.5}, "whole number"),
-        ({"name": "h2o", "budget": True}, "whole number"),
+        ({"name": "h2o", "budget": True}, "budget must be a whole number or a size, got true"),
+        ({"name": "h2o", "budget": None}, "got null"),
+        ({"name": "h2o", "under_pressure": 1}, "under_pressure is true or false, got 1"),
         ({"name": "h2o", "budget": -1}, "at least"),
         ({"name": "h2o", "budget": 2**40}, "budget"),
         ({"name": "h2o", "budget": 9}, "at least 10"),
@@ -346,6 +357,8 @@ def test_what_is_read(given: Any, policy: Any) -> None:
         ({"name": "h2o", "window": 5}, "has no setting 'window'"),
         ({"name": "streaming", "window": 5, "budget": 9}, "not both"),
         ({"name": "streaming", "window": "5"}, "numbers of tokens"),
+        ("streaming:window=0", "window must be between 1 and [0-9]+, got 0"),
+        ("streaming:window=9999999999", "window must be between"),
         ({"name": "streaming", "sinks": -1}, "0 or more"),
         ({"name": "snapkv", "kernel": 4}, "odd"),
         ({"name": "snapkv", "budget": 64}, "at least 65"),
@@ -357,6 +370,15 @@ def test_what_is_refused(given: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as error:
         parse_kv_policy(given)
     assert error.value.param == "kv_policy"
+
+
+def test_sampling_params_read_what_requests_may_say() -> None:
+    ways: list[Any] = ["h2o:512", {"name": "h2o", "budget": 512}, H2O(budget=512)]
+    for given in ways:
+        assert SamplingParams(kv_policy=given).wished_policy == H2O(budget=512)
+    assert SamplingParams(kv_policy="none").wished_policy == Full()
+    with pytest.raises(InvalidRequest, match="at least 10"):
+        SamplingParams(kv_policy="h2o:5")
 
 
 def test_under_pressure_fit_is_a_part_of_what_fits(llama: tuple[Path, Any]) -> None:

@@ -224,8 +224,13 @@ def test_an_aborted_request_leaves_no_host_memory(llama: tuple[Path, Any]) -> No
 def test_what_host_memory_cannot_hold_is_refused(llama: tuple[Path, Any]) -> None:
     engine = make_engine(llama[0], host_memory=1)  # a block of 64 tokens
     wish = parse_kv_policy(POLICIES["quest"])
-    with pytest.raises(InvalidRequest, match="host memory, which holds 64"):
+    with pytest.raises(InvalidRequest, match="^quest keeps .* host memory, which holds 64: `--host-memory`") as asked:
         engine.core.add("r", text(NUM_PROMPT), SamplingParams(max_tokens=40, kv_policy=wish))
+    assert asked.value.param == "kv_policy"
+    default = make_engine(llama[0], host_memory=1, kv_policy=POLICIES["quest"])
+    with pytest.raises(InvalidRequest, match="^the server's default kv_policy .*: quest keeps .*--host-memory") as told:
+        default.core.add("r", text(NUM_PROMPT), SamplingParams(max_tokens=40))
+    assert told.value.param is None
     without = make_engine(llama[0], host_memory=None)
     with pytest.raises(InvalidRequest, match="has none"):
         without.core.add("r", text(NUM_PROMPT), SamplingParams(max_tokens=40, kv_policy=wish))
@@ -249,7 +254,10 @@ def test_requests_wait_for_host_memory_that_others_hold(llama: tuple[Path, Any])
         ({"name": "infinigen", "budget": 20}, "budget must be at least 33"),
         ({"name": "quest", "budget": 50}, "budget must be at least"),
         ({"name": "infinigen", "budget": 100, "alpha": -1}, "alpha must be 0 or more"),
-        ({"name": "infinigen", "budget": 100, "alpha": "much"}, "alpha must be"),
+        ({"name": "infinigen", "budget": 100, "alpha": "much"}, 'alpha must be a number, got "much"'),
+        ({"name": "infinigen", "budget": 100, "alpha": True}, "alpha must be a number, got true"),
+        ({"name": "infinigen", "budget": 100, "recent": 1.5}, "recent must be a whole number, got 1.5"),
+        ({"name": "quest", "budget": 100, "block": "8"}, "block must be a whole number"),
         ({"name": "infinigen", "budget": 100, "part": 0}, "part must be above 0"),
         ({"name": "infinigen", "budget": 100, "recent": 0}, "recent must be at least 1"),
         ({"name": "quest", "budget": 100, "block": 0}, "block must be between"),

@@ -41,7 +41,7 @@ class Compressor:
         request = sample.request
         if request.is_pressed or request.is_internal:
             return False
-        policy = self._sparsity.yielded(request.params.kv_policy, request.scope.namespace)
+        policy = self._sparsity.yielded(request.params.wished_policy, request.scope.namespace)
         if not isinstance(policy, Dropping) or not policy.compresses_output:
             return False
         if sample.sparse is None and not begins_late(policy):

@@ -14,7 +14,6 @@ max_wait_s = 3600
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from pagoda.engine.pressure.ladder import LadderConfig, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
+from pagoda.files import parse_toml
 from pagoda.kv.sizes import parse_size
 
 
@@ -115,8 +115,8 @@ class PressureConfig:
             ConfigError: it cannot be read, or a name or value in it is wrong.
         """
         try:
-            return cls.from_table(tomllib.loads(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigError) as error:
+            return cls.from_table(parse_toml(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"the pressure ladder in {path}: {error}") from None
 
     @classmethod
@@ -182,4 +182,4 @@ def _size(name: str, value: Any) -> int:
 def _numbers(name: str, values: Any) -> list[float]:
     if not isinstance(values, list):
         raise ConfigError(f"{name} must be a list of numbers, got {values!r}")
-    return [_number(name, value) for value in values]
+    return [_number(f"{name}[{index}]", value) for index, value in enumerate(values)]

@@ -105,9 +105,9 @@ class Thresholds:
                 rungs = getattr(self, name)
                 if len(rungs) != len(cause.levels):
                     levels = ", ".join(str(int(level)) for level in cause.levels)
-                    raise ConfigError(f"{name} needs a threshold for each of the levels {levels}, got {rungs}")
+                    raise ConfigError(f"{name} needs a threshold for each of the levels {levels}, got {list(rungs)}")
                 if not all(0 < low <= high for low, high in pairwise(rungs)):
-                    raise ConfigError(f"{name} needs thresholds above 0 that do not fall, got {rungs}")
+                    raise ConfigError(f"{name} needs thresholds above 0 that do not fall, got {list(rungs)}")
 
 
 @dataclass(frozen=True, slots=True)

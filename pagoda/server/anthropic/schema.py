@@ -7,7 +7,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.faults import check_spelling, first_fault
@@ -71,7 +70,7 @@ class MessagesRequest(PromptFields):
             top_k=self.top_k or 0,
             stop=tuple(self.stop_sequences or ()),
             tier_use=TierUse() if self.tiers is None else self.tiers.spec,
-            kv_policy=None if self.kv_policy is None else parse_kv_policy(self.kv_policy),
+            kv_policy=self.kv_policy,
         )
 
 

@@ -85,8 +85,12 @@ def _split(prompt: Any, params: SamplingParams) -> list[Any]:
     """Each prompt as given."""
     prompts = prompt if isinstance(prompt, list) and not (_is_token_ids(prompt) or _is_parts(prompt)) else [prompt]
     each = params.beam.width if params.beam else params.num_samples
-    if not prompts or len(prompts) * each > MAX_CHOICES:
-        raise InvalidRequest(f"prompt must hold 1 to {MAX_CHOICES} prompts, times n or best_of", param="prompt")
+    if not prompts:
+        message = f"prompt is an empty list: give a string, token ids, or a list of 1 to {MAX_CHOICES} of these"
+        raise InvalidRequest(message, param="prompt")
+    if len(prompts) * each > MAX_CHOICES:
+        message = f"{len(prompts)} prompts, times {each} (n or best_of), exceed a request's {MAX_CHOICES} choices"
+        raise InvalidRequest(message, param="prompt")
     return prompts
 
 

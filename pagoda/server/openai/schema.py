@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
@@ -201,7 +200,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=frozenset(check_token_ids(self.stop_token_ids or [], vocab_size, "stop_token_ids")),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             tier_use=TierUse() if self.tiers is None else self.tiers.spec,
-            kv_policy=None if self.kv_policy is None else parse_kv_policy(self.kv_policy),
+            kv_policy=self.kv_policy,
         )
         if self.stream and params.is_ranked:
             what = "a beam search" if beam else "best_of above n"

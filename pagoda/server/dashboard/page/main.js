@@ -145,7 +145,7 @@ function showTiers(state) {
     const item = element("li");
     const title = element("div", "title");
     const room = tier.used_bytes === null ? "" : bytes(tier.used_bytes) + (tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : "");
-    title.append(element("strong", "", tier.name), element("span", tier.state === "closed" ? "note" : "open", tier.state === "closed" ? room : `out of use, ${room}`));
+    title.append(element("strong", "", tier.name), element("span", tier.state === "ok" ? "note" : "out", tier.state === "ok" ? room : `${tier.state}, ${room}`));
     item.append(title);
     if (tier.capacity_bytes) item.append(bar(tier.used_bytes / tier.capacity_bytes));
     const flows = element("div", "flows");
