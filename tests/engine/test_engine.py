@@ -152,7 +152,7 @@ def test_little_memory_cuts_the_context_and_too_little_is_refused(
     groups = len(make(model[0]).core.cache.layout.groups)
     small = make(model[0], kv_memory=stride * 10 * groups)
     assert small.max_model_len < 256
-    assert "raise kv_memory" in caplog.text
+    assert "raise `--kv-memory` (in Python `kv_memory`)" in caplog.text
     with pytest.raises(ContextTooLong, match=str(small.max_model_len)):
         small.generate([[5] * 200], SamplingParams(max_tokens=1))
     with pytest.raises(ConfigError, match="too little"):
