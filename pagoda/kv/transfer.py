@@ -67,8 +67,8 @@ class TierReport:
     """One tier at one moment. Counts are records since the start, unless their names say otherwise.
 
     `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
-    `rejected_<why>`, audit. `is_quarantined`: out until the process ends. `num_expired` were asked for after their time. `load_seconds` is a histogram: upper ends of
-    buckets, and loads in each. `usage` is None until the tier told.
+    `rejected_<why>`, audit. `is_quarantined`: out till the process ends. `num_expired` were asked for after their time.
+    `load_seconds` is a histogram: upper ends of buckets, and loads in each. `usage` is None until the tier told.
     """
 
     name: str

@@ -12,6 +12,7 @@ from fastapi import Request
 
 from pagoda.engine.tenants import RESERVED, TenantSpec
 from pagoda.errors import ConfigError
+from pagoda.files import parse_toml
 from pagoda.server.errors import HttpError
 
 ADMIN_HEADER = "x-admin-key"

@@ -287,10 +287,11 @@ def test_what_has_no_whole_block_is_refused(tokens: np.ndarray) -> None:
         bench.retain(tokens, scope=scope)
 
 
-def test_no_room_beside_a_full_context_is_said() -> None:
+def test_no_room_for_any_lease_is_said_with_its_cause() -> None:
     bench = LeaseBench(limit=0)
+    bench.cache.retention.limit_cause = "a context takes all"
     bench.run(PROMPT)
-    with pytest.raises(LeaseRefused, match="full context"):
+    with pytest.raises(LeaseRefused, match="no KV block may be leased: a context takes all"):
         bench.retain(PREFIX)
 
 

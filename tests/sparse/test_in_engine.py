@@ -229,7 +229,7 @@ def test_a_default_and_its_opt_out(llama: tuple[Path, Any]) -> None:
     assert output(engine, prompt, "none") == dense
     [beams] = engine.generate([prompt], SamplingParams(max_tokens=3, beam=BeamSearch(2)))
     assert beams.sparse is None
-    with pytest.raises(ConfigError, match="there is no kv_policy .h3o"):
+    with pytest.raises(ConfigError, match=r"there is no kv_policy .h3o"):
         make_engine(folder, kv_policy="h3o")
     assert output(make_engine(folder, kv_policy="none"), prompt, None) == dense
 

@@ -224,11 +224,11 @@ def test_an_aborted_request_leaves_no_host_memory(llama: tuple[Path, Any]) -> No
 def test_what_host_memory_cannot_hold_is_refused(llama: tuple[Path, Any]) -> None:
     engine = make_engine(llama[0], host_memory=1)  # a block of 64 tokens
     wish = parse_kv_policy(POLICIES["quest"])
-    with pytest.raises(InvalidRequest, match="^quest keeps .* host memory, which holds 64: `--host-memory`") as asked:
+    with pytest.raises(InvalidRequest, match=r"^quest keeps .* host memory, which holds 64: `--host-memory`") as asked:
         engine.core.add("r", text(NUM_PROMPT), SamplingParams(max_tokens=40, kv_policy=wish))
     assert asked.value.param == "kv_policy"
     default = make_engine(llama[0], host_memory=1, kv_policy=POLICIES["quest"])
-    with pytest.raises(InvalidRequest, match="^the server's default kv_policy .*: quest keeps .*--host-memory") as told:
+    with pytest.raises(InvalidRequest, match=r"^the server's default kv_policy .*: quest .*--host-memory") as told:
         default.core.add("r", text(NUM_PROMPT), SamplingParams(max_tokens=40))
     assert told.value.param is None
     without = make_engine(llama[0], host_memory=None)
