@@ -20,11 +20,11 @@ def cluster(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = listening.PORT,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas to begin with, and at least.")] = 1,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="As many as pressure asks for, at most. [default: --replicas]")
+        int | None, typer.Option(min=1, help="As many as pressure asks for, at most. \\[default: --replicas]")
     ] = None,
     num_cpus: Annotated[float, typer.Option(help="Cores that Ray reserves for a replica.")] = 1.0,
     ray_address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster. [default: a new one, on loopback]")
+        str | None, typer.Option(help="A running Ray cluster. \\[default: a new one, on loopback]")
     ] = None,
     routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     kv_memory: options.KvMemory = None,

@@ -92,14 +92,14 @@ KvMemory = Annotated[
         metavar="SIZE",
         callback=_check_size,
         help="KV cache size, such as 512MiB or 2GiB. "
-        "[default: half of the available memory, or what all requests at full context fill if that is less]",
+        "\\[default: half of the available memory, or what all requests at full context fill if that is less]",
         rich_help_panel=_MEMORY,
     ),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Most tokens of prompt and output together. [default: the model's]", rich_help_panel=_MEMORY
+        min=1, help="Most tokens of prompt and output together. \\[default: the model's]", rich_help_panel=_MEMORY
     ),
 ]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Most requests computed at once.", rich_help_panel=_MEMORY)]
@@ -167,7 +167,7 @@ KvPolicy = Annotated[
         "--kv-policy",
         metavar="POLICY",
         callback=_check_kv_policy,
-        help="What requests that do not say it drop of their KV: h2o:512, streaming:1024, ... [default: nothing]",
+        help="What requests that do not say it drop of their KV: h2o:512, streaming:1024, ... \\[default: nothing]",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -222,7 +222,7 @@ MemoryLimit = Annotated[
         "--memory-limit",
         metavar="SIZE",
         callback=_check_size,
-        help="Most memory of this process; near it, requests are refused. [default: its cgroup's limit, if any]",
+        help="Most memory of this process; near it, requests are refused. \\[default: its cgroup's limit, if any]",
         rich_help_panel=_MEMORY,
     ),
 ]

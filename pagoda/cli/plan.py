@@ -30,14 +30,14 @@ def plan(
     known: Annotated[bool, typer.Option("--list", help="List the built-in models and hardware, and exit.")] = False,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="Tokens of prompt and output together, such as 8k; repeatable. [default: 2k 8k 32k 128k]"),
+        typer.Option(help="Tokens of prompt and output together, such as 8k; repeatable. \\[default: 2k 8k 32k 128k]"),
     ] = None,
     shared_prefix: Annotated[str, typer.Option(help="Leading tokens that all requests share, such as 2k.")] = "0",
     kv_format: Annotated[
         str, typer.Option(help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.")
     ] = "bf16",
     weights: Annotated[
-        str | None, typer.Option(help="fp32, bf16, fp8, int8, int4 or mxfp4. [default: the model's]")
+        str | None, typer.Option(help="fp32, bf16, fp8, int8, int4 or mxfp4. \\[default: the model's]")
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     tier: Annotated[
@@ -45,7 +45,7 @@ def plan(
         typer.Option(
             metavar="SPEC",
             help="dram:512GiB, disk:2TB, object:@1GB; after @ its bytes/s. Repeatable. "
-            "[default: dram:512GiB disk:4TB object:@1GB]",
+            "\\[default: dram:512GiB disk:4TB object:@1GB]",
         ),
     ] = None,
     users: Annotated[

@@ -32,14 +32,14 @@ def replay(
     trace: Annotated[list[Path], typer.Argument(help="Trace files of one format, or folders of sessions.")],
     format: Annotated[str, typer.Option(help="auto, mooncake, bailian, sessions, lengths or access-log.")] = "auto",
     policy: Annotated[
-        list[str] | None, typer.Option(help="Eviction policy of the device; repeatable. [default: reuse lru]")
+        list[str] | None, typer.Option(help="Eviction policy of the device; repeatable. \\[default: reuse lru]")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE",
             help="KV memory of the device, such as 40GiB or 10% of the trace's different blocks; repeatable. "
-            "[default: 1% 5% 10% 25%]",
+            "\\[default: 1% 5% 10% 25%]",
         ),
     ] = None,
     tier: Annotated[
@@ -53,7 +53,7 @@ def replay(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"Whose KV and speed; as in `pagoda plan`. [default: an access log's own, else {_DEFAULT_MODEL}]",
+            help=f"Whose KV and speed; as in `pagoda plan`. \\[default: an access log's own, else {_DEFAULT_MODEL}]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -67,7 +67,7 @@ def replay(
         float | None,
         typer.Option(
             min=0.01,
-            help="Output tokens/s of a request, which holds its blocks meanwhile. [default: it holds them no time]",
+            help="Output tokens/s of a request, which holds its blocks meanwhile. \\[default: it holds them no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -80,7 +80,7 @@ def replay(
     routing: Annotated[
         list[str] | None,
         typer.Option(
-            help="round-robin, least-load or prefix-aware; repeatable. [default: all]", rich_help_panel=_FLEET
+            help="round-robin, least-load or prefix-aware; repeatable. \\[default: all]", rich_help_panel=_FLEET
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves and tables.")] = None,

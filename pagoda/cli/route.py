@@ -33,7 +33,7 @@ def route(
         typer.Option(
             envvar="PAGODA_API_KEY",
             show_envvar=True,
-            help="Key that clients must send. [default: backends check their keys]",
+            help="Key that clients must send. \\[default: backends check their keys]",
             rich_help_panel=listening.ACCESS,
         ),
     ] = None,

@@ -41,7 +41,7 @@ def serve(
     host: listening.Host = listening.LOOPBACK,
     port: listening.Port = listening.PORT,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name clients may use; repeatable. [default: the model's own]")
+        list[str] | None, typer.Option(help="Name clients may use; repeatable. \\[default: the model's own]")
     ] = None,
     access_log: Annotated[
         Path | None, typer.Option(help="Append a line for each request, of hashes only, for `pagoda replay`.")

@@ -137,6 +137,7 @@ def test_a_small_pool_runs_fewer_samples_at_once(folder: Path, caplog: pytest.Lo
     engine = make(folder, kv_format="int4", kv_memory="512KiB")
     assert engine.config.max_num_seqs == 8
     assert "at most 8 run, not 16" in caplog.text
+    assert "raise `--kv-memory`" in caplog.text
     assert engine.cache_info().bytes_total <= 512 << 10
     pool = engine._runner._pool
     assert isinstance(pool, StagedPool)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from rich.text import Text
 
 from pagoda import cli
 from pagoda.cli import options
@@ -64,6 +66,19 @@ def test_command_help(
     status, out, _ = run(monkeypatch, capsys, command, "--help")
     assert status == 0
     assert all(word in out for word in words), out
+
+
+def test_help_shows_the_defaults_that_are_told_in_words() -> None:
+    """Rich takes `[default: x]` for markup, and shows nothing of it."""
+    commands = [typer.main.get_command(cli.app)]
+    told = 0
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        for param in command.params:
+            words = getattr(param, "help", None) or ""
+            assert Text.from_markup(words).plain == words.replace("\\[", "["), param.name
+            told += "[default: " in words
+    assert told > 10
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
