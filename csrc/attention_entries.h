@@ -149,7 +149,7 @@ public:
     const float* key_scales() const { return nullptr; }
     const float* value_scales() const { return nullptr; }
 
-private:
+protected:
     const AttentionArgs& a_;
     const Tile& t_;
     const Stretch& s_;

@@ -35,32 +35,25 @@ inline void gather(const AttentionArgs& a, const Tile& t, const Stretch& s, cons
 }
 
 // Scores, and probabilities, are multiplied with the entries' scales. (FP8's codes take longer to widen than that saves.)
-class Int8InPlace {
+class Int8InPlace : public InPlace<int8_t> {
 public:
     Int8InPlace(const AttentionArgs& a, const Tile& t, const Stretch& s, void* memory)
-        : a_(a), t_(t), s_(s), codes_(a, t, s, memory), key_scales_((float*)memory), value_scales_(key_scales_ + kTileKeys) {}
+        : InPlace(a, t, s, memory), key_scales_((float*)memory), value_scales_(key_scales_ + kTileKeys) {}
 
-    // Valid until the next call, which must be for what `then` says.
     const Entries<int8_t>& at(int head, int64_t begin, int then_head, int64_t then_begin) {
-        const Entries<int8_t>& entries = codes_.at(head, begin, then_head, then_begin);
+        const Entries<int8_t>& entries = InPlace::at(head, begin, then_head, then_begin);
         gather<bf16>(a_, t_, s_, s_.keys->scales, head, begin, entries.count, key_scales_);
         gather<bf16>(a_, t_, s_, s_.values->scales, head, begin, entries.count, value_scales_);
-        const int then = (int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, s_.end - then_begin));
-        for_each_run(a_, t_, s_, then_begin, then, [&](int64_t block, int64_t slot, int, int) {
+        for_each_run(a_, t_, s_, then_begin, entries_[next_].count, [&](int64_t block, int64_t slot, int, int) {
             __builtin_prefetch(number_at<bf16>(s_.keys->scales, then_head, block, slot));
             __builtin_prefetch(number_at<bf16>(s_.values->scales, then_head, block, slot));
         });
         return entries;
     }
-    void prefetch_next(int turn) const { codes_.prefetch_next(turn); }
     const float* key_scales() const { return key_scales_; }
     const float* value_scales() const { return value_scales_; }
 
 private:
-    const AttentionArgs& a_;
-    const Tile& t_;
-    const Stretch& s_;
-    InPlace<int8_t> codes_;
     float *key_scales_, *value_scales_;
 };
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import zmq
@@ -129,25 +129,37 @@ async def test_a_missed_message_is_asked_for() -> None:
             assert subscriber.num_gaps == 1
 
 
+def stored(name: int) -> bytes:
+    return encode([BlockStored((name,), None, (), 16)])
+
+
+@asynccontextmanager
+async def played_to(reader: Reader) -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
+    """A subscriber to a publisher that the test plays: the sockets that events and answers to questions go out of."""
+    context = zmq.asyncio.Context()
+    sockets = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in sockets]
+    task = asyncio.create_task(Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports), reader.apply).run())
+    try:
+        yield sockets
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
 async def test_a_late_answer_is_not_taken_for_the_answer_to_a_later_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.cluster.subscriber._REPLAY_S", 0.2)
-    context = zmq.asyncio.Context()
-    publishing, replaying = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-    reader, ports = Reader(), [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publishing, replaying)]
-    subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports), reader.apply)
-    task = asyncio.create_task(subscriber.run())
+    reader = Reader()
+    async with played_to(reader) as (publishing, replaying):
 
-    def stored(name: int) -> bytes:
-        return encode([BlockStored((name,), None, (), 16)])
+        async def tell_until_asked() -> list[bytes]:
+            question = asyncio.ensure_future(replaying.recv_multipart())
+            while not question.done():
+                await publishing.send_multipart([b"", sequence_bytes(5), stored(5)])
+                await asyncio.sleep(0.01)
+            return await question
 
-    async def tell_until_asked() -> list[bytes]:
-        question = asyncio.ensure_future(replaying.recv_multipart())
-        while not question.done():
-            await publishing.send_multipart([b"", sequence_bytes(5), stored(5)])
-            await asyncio.sleep(0.01)
-        return await question
-
-    try:
         first = await replaying.recv_multipart()
         await eventually(lambda: reader.num_cleared == 1)  # it has given up
         monkeypatch.setattr("pagoda.cluster.subscriber._REPLAY_S", PATIENCE_S)
@@ -157,31 +169,18 @@ async def test_a_late_answer_is_not_taken_for_the_answer_to_a_later_question(mon
             await replaying.send_multipart([*second[:-1], sequence_bytes(number), stored(number)])
         await replaying.send_multipart([*second[:-1], END, b""])
         await reader.until([3, 4, 5])
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        context.destroy(linger=0)
 
 
 async def test_what_was_lost_last_of_all_is_asked_for_when_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.cluster.subscriber._QUIET_S", 0.05)
-    context = zmq.asyncio.Context()
-    publishing, replaying = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-    reader, ports = Reader(), [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publishing, replaying)]
-    subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports), reader.apply)
-    task = asyncio.create_task(subscriber.run())
-    try:
+    reader = Reader()
+    async with played_to(reader) as (_, replaying):
         asked = await replaying.recv_multipart()
         await replaying.send_multipart([*asked[:-1], END, b""])
         asked = await replaying.recv_multipart()
-        payload = encode([BlockStored((7,), None, (), 16)])
-        await replaying.send_multipart([*asked[:-1], sequence_bytes(0), payload])
+        await replaying.send_multipart([*asked[:-1], sequence_bytes(0), stored(7)])
         await replaying.send_multipart([*asked[:-1], END, b""])
         await reader.until([7])
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        context.destroy(linger=0)
 
 
 async def test_what_does_not_fit_the_queue_is_told_anew() -> None:
