@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError, InvariantError
+from pagoda.kv import pages
 from pagoda.kv.layout import KVLayout, PartView
 
 _TOUCH_BYTES = 64 << 20
@@ -28,7 +29,7 @@ class BlockPool:
     """The planes of a KVLayout, one after the other in memory.
 
     The memory is touched once, here, so that no request pays for page faults and a machine that is too small says so
-    at start. Ordinary pages: huge ones measured slower to touch and no faster to read.
+    at start.
 
     Args:
         layout: where the parts of a block are.
@@ -52,8 +53,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.pool_block_bytes
         try:
-            self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
+            if torch.device(device).type == "cpu":
+                self._bytes = torch.frombuffer(pages.allocate(self.num_bytes), dtype=torch.uint8)
+            else:
+                self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OSError) as error:
             raise ConfigError(f"cannot allocate {self.num_bytes:,} bytes of KV memory on {device}") from error
         for start in range(0, self.num_bytes, _TOUCH_BYTES):
             self._bytes[start : start + _TOUCH_BYTES].zero_()
