@@ -5,7 +5,7 @@
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (types), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
-    kv, kernels ──> errors and files, which everyone may import
+    kv, kernels ──> errors, files and kinds, which everyone may import
 
 Every import counts: inside functions, because a lazy dependency is one; under TYPE_CHECKING too, because a package
 that names another's types cannot be read, type-checked or changed without it.
@@ -58,12 +58,13 @@ METADATA = (
     *LEAVES,
 )
 
-# What a package may import besides itself, errors and the version: a name covers everything below it, and "a:B" is
+# What a package may import besides itself and what everyone may: a name covers everything below it, and "a:B" is
 # only B from a.
-EVERYONE = ("errors", "files", ":__version__")
+EVERYONE = ("errors", "files", "kinds", ":__version__")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "files": (),
+    "kinds": (),
     "config": (),
     "kernels": ("_native",),
     "kv": (),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvalidRequest
+from pagoda.kinds import is_integer, is_number
 
 DEFAULT_RATIO = 0.15
 # Ordinary text leaves 0.001 to 0.004 at a ratio of 0.15, and 0.006 to 0.015 at 0 (docs/blend.md).
@@ -49,7 +50,7 @@ class BlendSpec:
     it: where passages cannot be reused, they are then not.
 
     Raises:
-        InvalidRequest: a number is out of range, or passages overlap.
+        InvalidRequest: a number is out of range or of another type, or passages overlap.
     """
 
     spans: tuple[Span, ...]
@@ -60,11 +61,13 @@ class BlendSpec:
 
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("min_confidence", self.min_confidence)):
-            if not 0 <= value <= 1:
-                raise InvalidRequest(f"blend.{name} must be between 0 and 1, got {value}", param=f"blend.{name}")
-        if not self.max_deviation >= 0:
-            message = f"blend.max_deviation must be 0 or more, got {self.max_deviation}"
+            if not is_number(value) or not 0 <= value <= 1:
+                raise InvalidRequest(f"blend.{name} must be between 0 and 1, got {value!r}", param=f"blend.{name}")
+        if not is_number(self.max_deviation) or not self.max_deviation >= 0:
+            message = f"blend.max_deviation must be 0 or more, got {self.max_deviation!r}"
             raise InvalidRequest(message, param="blend.max_deviation")
+        if not all(isinstance(span, Span) and is_integer(span.start) and is_integer(span.stop) for span in self.spans):
+            raise InvalidRequest(f"passages are Spans of token positions, got {self.spans!r}", param="blend")
         if any(span.start < 0 or span.stop < span.start for span in self.spans):
             raise InvalidRequest("a passage must end where it begins, or after that", param="blend")
         if any(one.stop > other.start for one, other in pairwise(self.spans)):

@@ -9,6 +9,7 @@ from pagoda.engine.policy import QUEUE_POLICIES
 from pagoda.engine.pressure.config import PressureConfig
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError
+from pagoda.kinds import is_integer, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class EngineConfig:
         pressure: what is done when there is more to do than room.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or of another type.
     """
 
     block_size: int = 16
@@ -38,14 +39,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "token_budget"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not is_integer(value) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sample decodes one token a step"
             )
-        if not 0 <= self.lease_share <= 1:
-            raise ConfigError(f"lease_share must be in [0, 1], got {self.lease_share}")
-        if self.queue_policy not in QUEUE_POLICIES:
+        if not is_number(self.lease_share) or not 0 <= self.lease_share <= 1:
+            raise ConfigError(f"lease_share must be in [0, 1], got {self.lease_share!r}")
+        if self.queue_policy not in list(QUEUE_POLICIES):
             raise ConfigError(f"queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got {self.queue_policy!r}")
+        for name, spec in self.tenants.items():
+            if not isinstance(spec, TenantSpec):
+                raise ConfigError(f"tenant {name!r} must have a TenantSpec, got {spec!r}")
+        if not isinstance(self.pressure, PressureConfig):
+            raise ConfigError(f"pressure must be a PressureConfig, got {self.pressure!r}")

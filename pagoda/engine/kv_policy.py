@@ -12,6 +12,17 @@ from pagoda.sparse.spec import KVPolicy as KVPolicy
 from pagoda.sparse.spec import parse_kv_policy as parse_kv_policy
 
 
+def as_policy(given: object) -> KVPolicy:
+    """A policy as it is, or the one that text or a mapping names; raises InvalidRequest."""
+    if isinstance(given, str | Mapping):
+        return parse_kv_policy(given)
+    if not isinstance(given, SparsePolicy | UnderPressure | Full):
+        raise InvalidRequest(
+            f"kv_policy must be a policy, or text or a mapping that names one, got {given!r}", param="kv_policy"
+        )
+    return given
+
+
 def default_policy(given: str | Mapping[str, Any] | None) -> SparsePolicy | UnderPressure | None:
     """The kv_policy of requests that name none; raises ConfigError."""
     try:

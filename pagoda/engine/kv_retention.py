@@ -32,6 +32,9 @@ class KVRetention:
         def refuse(message: str) -> None:
             raise InvalidRequest(message, param="kv_retention")
 
+        object.__setattr__(self, "ranges", tuple(self.ranges))
+        if not all(isinstance(each, Directive) for each in self.ranges):
+            refuse(f"ranges are Directives, got {self.ranges!r}")
         if len(self.ranges) > MAX_RANGES:
             refuse(f"there may be {MAX_RANGES} ranges, got {len(self.ranges)}")
         for before, after in zip(self.ranges, self.ranges[1:], strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,12 +13,16 @@ from pagoda.blend.segments import BlendSpec as BlendSpec
 from pagoda.blend.segments import Span as Span
 from pagoda.engine.kv_retention import KVRetention
 from pagoda.errors import InvalidRequest
+from pagoda.kinds import is_integer, is_number
 from pagoda.kv.lease import TierUse as TierUse
 
 if TYPE_CHECKING:  # reading one needs torch, having none does not
     from pagoda.sparse.spec import KVPolicy
 
 MAX_SAMPLES = 128
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "continues_text")
 
 # What shapes a draw, and the values that do not. A stop string would end a beam between two tokens.
 _DRAWING: Mapping[str, object] = {
@@ -50,8 +54,9 @@ class LeaseSpec:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1 or not 0 < self.ttl_s < math.inf:
-            raise InvalidRequest(f"a lease needs tokens and seconds, got {self.num_tokens} and {self.ttl_s}")
+        has_tokens = is_integer(self.num_tokens) and self.num_tokens >= 1
+        if not has_tokens or not is_number(self.ttl_s) or not 0 < self.ttl_s < math.inf:
+            raise InvalidRequest(f"a lease needs tokens and seconds, got {self.num_tokens!r} and {self.ttl_s!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,12 @@ class BeamSearch:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.width <= MAX_SAMPLES:
-            raise InvalidRequest(f"the beam width must be between 1 and {MAX_SAMPLES}, got {self.width}", param="n")
-        if not -10.0 <= self.length_penalty <= 10.0:
-            message = f"length_penalty must be between -10 and 10, got {self.length_penalty}"
+        if not is_integer(self.width) or not 1 <= self.width <= MAX_SAMPLES:
+            raise InvalidRequest(f"the beam width must be between 1 and {MAX_SAMPLES}, got {self.width!r}", param="n")
+        if not is_number(self.length_penalty) or not -10.0 <= self.length_penalty <= 10.0:
+            message = f"length_penalty must be between -10 and 10, got {self.length_penalty!r}"
             raise InvalidRequest(message, param="length_penalty")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             message = f"early_stopping must be true, false or 'never', got {self.early_stopping!r}"
             raise InvalidRequest(message, param="early_stopping")
 
@@ -95,7 +100,7 @@ class SamplingParams:
     output goes on from the prompt's text, so that a SentencePiece model's leading space belongs to it.
 
     Raises:
-        InvalidRequest: a field is out of range, or does not go with another; `param` names it.
+        InvalidRequest: a field is out of range or of another type, or does not go with another; `param` names it.
     """
 
     n: int = 1
@@ -126,14 +131,16 @@ class SamplingParams:
             if not ok:
                 raise InvalidRequest(f"{param} {message}, got {getattr(self, param)!r}", param=param)
 
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.kv_policy, str | Mapping):
-            from pagoda.engine.kv_policy import parse_kv_policy
+        def convert(param: str, value: object) -> None:
+            object.__setattr__(self, param, value)
 
-            object.__setattr__(self, "kv_policy", parse_kv_policy(self.kv_policy))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            check(math.isfinite(getattr(self, name)), name, "must be a finite number")
+        self._check_types(check)
+        convert("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        convert("stop_token_ids", frozenset(self.stop_token_ids))
+        if self.kv_policy is not None:
+            from pagoda.engine.kv_policy import as_policy
+
+            convert("kv_policy", as_policy(self.kv_policy))
         check(1 <= self.n <= MAX_SAMPLES, "n", f"must be between 1 and {MAX_SAMPLES}")
         check(
             self.best_of is None or self.n <= self.best_of <= MAX_SAMPLES,
@@ -162,6 +169,31 @@ class SamplingParams:
             check(self.temperature in (0.0, 1.0), "temperature", "has no meaning in a beam search")
             for name, default in _DRAWING.items():
                 check(getattr(self, name) == default, name, "has no meaning in a beam search")
+
+    def _check_types(self, check: Callable[[bool, str, str], None]) -> None:
+        """What has another type would fail, or mean something else, only in the midst of a step that others share."""
+        for name in ("n", "top_k"):
+            check(is_integer(getattr(self, name)), name, "must be a whole number")
+        for name in ("best_of", "max_tokens", "seed", "logprobs"):
+            check(
+                getattr(self, name) is None or is_integer(getattr(self, name)), name, "must be a whole number or None"
+            )
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            check(is_number(value) and math.isfinite(value), name, "must be a finite number")
+        for name in _FLAGS:
+            check(isinstance(getattr(self, name), bool), name, "must be true or false")
+        strings, ids, biases = self.stop, self.stop_token_ids, self.logit_bias
+        is_stop = isinstance(strings, str | Sequence) and all(isinstance(each, str) for each in strings)
+        check(is_stop, "stop", "must be a string or a sequence of them")
+        is_ids = isinstance(ids, Collection) and all(is_integer(each) for each in ids)
+        check(is_ids, "stop_token_ids", "must be token ids")
+        is_bias = isinstance(biases, Mapping) and all(is_integer(t) and is_number(b) for t, b in biases.items())
+        check(is_bias, "logit_bias", "must be numbers by token id")
+        check(self.beam is None or isinstance(self.beam, BeamSearch), "beam", "must be a BeamSearch")
+        is_retention = self.kv_retention is None or isinstance(self.kv_retention, KVRetention)
+        check(is_retention, "kv_retention", "must be a KVRetention")
+        check(isinstance(self.tier_use, TierUse), "tier_use", "must be a TierUse")
 
     @property
     def wished_policy(self) -> KVPolicy | None:

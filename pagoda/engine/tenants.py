@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.kinds import is_integer, is_number
 from pagoda.kv.lineage import PUBLIC
 from pagoda.kv.sizes import parse_size
 from pagoda.kv.tenants import Share as Share
@@ -43,7 +45,7 @@ class TenantSpec:
             `streaming:1024`; None: they allow none.
 
     Raises:
-        ConfigError: a negative budget.
+        ConfigError: a negative budget, no such class, or a value of another type.
     """
 
     share: Share = field(default_factory=Share)
@@ -52,8 +54,13 @@ class TenantSpec:
     compress_under_pressure: str | None = None
 
     def __post_init__(self) -> None:
-        if self.lease_bytes is not None and self.lease_bytes < 0:
-            raise ConfigError(f"a lease budget has 0 bytes or more, got {self.lease_bytes}")
+        if self.lease_bytes is not None and not (is_integer(self.lease_bytes) and self.lease_bytes >= 0):
+            raise ConfigError(f"a lease budget has 0 bytes or more, got {self.lease_bytes!r}")
+        if not isinstance(self.share, Share):
+            raise ConfigError(f"share must be a Share, got {self.share!r}")
+        if self.service_class not in list(ServiceClass):
+            raise ConfigError(f"class must be one of {', '.join(ServiceClass)}, got {self.service_class!r}")
+        object.__setattr__(self, "service_class", ServiceClass(self.service_class))
 
     @classmethod
     def from_table(cls, table: Mapping[str, object]) -> TenantSpec:
@@ -69,17 +76,15 @@ class TenantSpec:
         numbers = {}
         for name in ("guaranteed", "weight"):
             value = table.get(name, getattr(Share(), name))
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if not is_number(value):
                 raise ConfigError(f"{name} must be a number, got {value!r}")
             numbers[name] = float(value)
-        named = table.get("class", ServiceClass.STANDARD)
-        if named not in list(ServiceClass):
-            raise ConfigError(f"class must be one of {', '.join(ServiceClass)}, got {named!r}")
+        named: Any = table.get("class", ServiceClass.STANDARD)
         budget = table.get("lease_budget")
-        if budget is not None and (not isinstance(budget, int | str) or isinstance(budget, bool)):
+        if budget is not None and not isinstance(budget, str) and not is_integer(budget):
             raise ConfigError(f"lease_budget must be bytes, or such as '2GiB', got {budget!r}")
         policy = table.get("compress_under_pressure")
         if policy is not None and not isinstance(policy, str):
             raise ConfigError(f"compress_under_pressure must be such as 'streaming:1024', got {policy!r}")
         lease_bytes = None if budget is None else parse_size(budget)
-        return cls(Share(**numbers), ServiceClass(str(named)), lease_bytes, policy)
+        return cls(Share(**numbers), named, lease_bytes, policy)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pagoda.errors import InvalidRequest
+from pagoda.kinds import is_integer, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Directive:
     """Tokens from `start` to before `stop`, or on and on when None, have `priority` for `duration_s`, or for good.
 
     Raises:
-        InvalidRequest: an empty range, a priority not in 0 to 100, or a duration that is not positive.
+        InvalidRequest: an empty range, a priority not in 0 to 100, or a duration that is not positive or has no end.
     """
 
     start: int
@@ -31,12 +32,16 @@ class Directive:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
-            raise InvalidRequest(f"a range of tokens cannot go from {self.start} to {self.stop}", param="kv_retention")
-        if not 0 <= self.priority <= 100:
-            raise InvalidRequest(f"a priority is between 0 and 100, got {self.priority}", param="kv_retention")
-        if self.duration_s is not None and not 0 < self.duration_s < math.inf:
-            raise InvalidRequest(f"a duration is a number of seconds, got {self.duration_s}", param="kv_retention")
+        def check(ok: bool, message: str) -> None:
+            if not ok:
+                raise InvalidRequest(message, param="kv_retention")
+
+        start, stop, priority, duration_s = self.start, self.stop, self.priority, self.duration_s
+        is_range = is_integer(start) and start >= 0 and (stop is None or (is_integer(stop) and start < stop))
+        check(is_range, f"a range of tokens cannot go from {start!r} to {stop!r}")
+        check(is_integer(priority) and 0 <= priority <= 100, f"a priority is between 0 and 100, got {priority!r}")
+        is_time = duration_s is None or (is_number(duration_s) and 0 < duration_s < math.inf)
+        check(is_time, f"a duration is a number of seconds, got {duration_s!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda.errors import InvalidRequest
+from pagoda.kinds import is_integer, is_number
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.directives import Directives
 from pagoda.kv.keys import Scope
@@ -46,7 +47,7 @@ class TierUse:
             blocks take part in is the request's alone: it enters neither the tree nor a tier.
 
     Raises:
-        InvalidRequest: a number is negative.
+        InvalidRequest: a number is negative, or a value of another type.
     """
 
     max_restored_tokens: int | None = None
@@ -55,10 +56,15 @@ class TierUse:
     lossy: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_restored_tokens", "wait_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise InvalidRequest(f"{name} must be 0 or more, got {value}", param=f"tiers.{name}")
+        def check(ok: bool, name: str, message: str) -> None:
+            if not ok:
+                raise InvalidRequest(f"{name} must be {message}, got {getattr(self, name)!r}", param=f"tiers.{name}")
+
+        most, wait_s = self.max_restored_tokens, self.wait_s
+        check(most is None or (is_integer(most) and most >= 0), "max_restored_tokens", "0 or more")
+        check(wait_s is None or (is_number(wait_s) and wait_s >= 0), "wait_s", "0 or more")
+        check(isinstance(self.store, bool), "store", "true or false")
+        check(self.lossy is None or isinstance(self.lossy, bool), "lossy", "true or false")
 
     def patience_s(self, recompute_s: float) -> float:
         """How long to wait for the first blocks, where computing all that is asked for takes `recompute_s`."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.files import parse_toml
+from pagoda.kinds import is_number
 from pagoda.server.ledger import Counts
 
 PER = 1_000_000
@@ -43,7 +44,7 @@ class Prices:
             if each.name == "currency":
                 if not isinstance(value, str):
                     raise ConfigError(f"currency must be a string, got {value!r}")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            elif not is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"{each.name} must be a number, 0 or more, got {value!r}")
 
     @classmethod

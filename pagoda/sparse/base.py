@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +119,7 @@ class SparseSequence(Protocol):
         ...
 
 
+@runtime_checkable
 class SparsePolicy(Protocol):
     """A policy and its settings: immutable, one per request.
 

@@ -24,6 +24,7 @@ from pagoda.engine.pressure.ladder import LadderConfig, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
 from pagoda.files import parse_toml
+from pagoda.kinds import is_integer, is_number
 from pagoda.kv.sizes import parse_size
 
 
@@ -168,13 +169,13 @@ def _check_names(table: Any, known: set[str]) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     return value
 
 
 def _size(name: str, value: Any) -> int:
-    if not isinstance(value, int | str) or isinstance(value, bool):
+    if not isinstance(value, str) and not is_integer(value):
         raise ConfigError(f"{name} must be bytes, or such as '2GiB', got {value!r}")
     return parse_size(value)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.errors import InvalidRequest
+from pagoda.kinds import is_number
 from pagoda.kv.lease import TierUse
 
 NAME = "pagoda"
@@ -65,6 +66,6 @@ def _number(own: Mapping[str, Any], name: str) -> float | None:
     value = own.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if not is_number(value) or not value >= 0:
         raise InvalidRequest(f"{name} is a number of at least 0, not {value!r}")
     return float(value)
