@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from pagoda.cluster.prompts import Prompt, read_prompt
 from pagoda.cluster.ray_router import MAX_REPLICAS, PRESSURE, Call
-from pagoda.cluster.relay import error_body
+from pagoda.cluster.relay import error_response
 from pagoda.cluster.router import GENERATION, SESSION_HEADER
 from pagoda.engine.pressure.ladder import Level
 from pagoda.errors import RequestError
@@ -164,7 +164,7 @@ class Ingress:
             status, code = (error.status, error.code) if isinstance(error, HttpError) else (400, "invalid_value")
             is_anthropic = path.startswith("/v1/messages")
             said = "The body is nested too deeply." if isinstance(error, RecursionError) else str(error)
-            return JSONResponse(error_body(status, code, said, is_anthropic=is_anthropic), status)
+            return error_response(status, code, said, is_anthropic=is_anthropic)
         call = Call(request.method, path, request.url.query.encode(), tuple(request.headers.raw), body, prompt)
         pieces = self._replicas.serve.remote(call)
         status, headers = await anext(aiter(pieces))

@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 
 import httpx
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from pagoda.errors import RequestAborted
 from pagoda.server.disconnect import until_disconnect
+from pagoda.server.ids import OPENAI_HEADER, id_headers, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Relayed(Response):
         except httpx.HTTPError as error:
             logger.warning("an answer broke off: %s", error or type(error).__name__)
             self._is_broken = True
-            last = broken_event(is_anthropic=self._is_anthropic)
+            last = broken_event(self._answer.headers.get(OPENAI_HEADER, ""), is_anthropic=self._is_anthropic)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -121,18 +122,25 @@ async def begin(answer: httpx.Response) -> tuple[AsyncIterator[bytes], bytes]:
     return pieces, bytes(whole)
 
 
-def error_body(status: int, code: str, message: str, *, is_anthropic: bool = False) -> dict[str, object]:
-    """An error in the form of the API that was called."""
+def error_response(status: int, code: str, message: str, *, is_anthropic: bool) -> JSONResponse:
+    """An error in the form of the API that was called; 503 asks to come back."""
+    name = new_id("req")
+    headers = id_headers(name, is_anthropic=is_anthropic) | ({"Retry-After": "1"} if status == 503 else {})
+    return JSONResponse(_error_body(status, code, message, name, is_anthropic=is_anthropic), status, headers)
+
+
+def _error_body(status: int, code: str, message: str, name: str, *, is_anthropic: bool) -> dict[str, object]:
     if is_anthropic:
         kinds = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
-        return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}
+        error = {"type": kinds.get(status, "api_error"), "message": message}
+        return {"type": "error", "error": error, "request_id": name}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def broken_event(*, is_anthropic: bool) -> bytes:
-    """What ends a stream whose replica went away."""
+def broken_event(name: str, *, is_anthropic: bool) -> bytes:
+    """What ends the stream of the answer `name` when its replica went away."""
     message = "The replica that was answering went away; the answer is incomplete. Send the request again."
-    data = json.dumps(error_body(502, "replica_lost", message, is_anthropic=is_anthropic))
+    data = json.dumps(_error_body(502, "replica_lost", message, name, is_anthropic=is_anthropic))
     name = "event: error\n" if is_anthropic else ""
     return f"\n\n{name}data: {data}\n\n".encode()

@@ -37,19 +37,21 @@ from pagoda.cluster.merge import merge_for
 from pagoda.cluster.metrics import RouterMetrics
 from pagoda.cluster.placement import Placed, Placement
 from pagoda.cluster.prompts import Prompt, read_prompt
-from pagoda.cluster.relay import REPLICA_HEADER, Relayed, begin, error_body
+from pagoda.cluster.relay import REPLICA_HEADER, Relayed, begin, error_response
 from pagoda.cluster.routing import make_routing
 from pagoda.cluster.watch import INTERVAL_S, Watch
 from pagoda.errors import ConfigError, NoReplica, RequestAborted
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import CLIENT_GONE, HttpError
+from pagoda.server.ids import ANTHROPIC_HEADER, OPENAI_HEADER
 
 logger = logging.getLogger(__name__)
 
 GENERATION = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 CACHES = "/v1/caches"
 REFUSALS = frozenset((429, 503, 529))  # not now: another replica may have room
+_REFUSAL_HEADERS = ("content-type", "retry-after", OPENAI_HEADER, ANTHROPIC_HEADER)
 SESSION_HEADER = "x-session-id"
 MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 4096
@@ -175,8 +177,7 @@ class Router:
             status, code, message = 503, "no_replica", "No replica can answer now; try again shortly."
         except RequestAborted:
             return Response(status_code=CLIENT_GONE)
-        headers = {"Retry-After": "1"} if status == 503 else None
-        return JSONResponse(error_body(status, code, message, is_anthropic=is_anthropic), status, headers)
+        return error_response(status, code, message, is_anthropic=is_anthropic)
 
     def _check_key(self, request: Request) -> None:
         if self._config.api_key is not None:
@@ -274,9 +275,7 @@ class Router:
             answer = await self._fleet.begin(number, request, body)
             pieces, first = await begin(answer)
             if answer.status_code in REFUSALS:
-                kept = {
-                    name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers
-                }
+                kept = {name: answer.headers[name] for name in _REFUSAL_HEADERS if name in answer.headers}
                 return Response(first, answer.status_code, kept)
             begun = True
         except httpx.HTTPError as error:
@@ -289,7 +288,8 @@ class Router:
                     await answer.aclose()
         self.placement.answers(placed)
         self.metrics.requests.labels(number, answer.status_code).inc()
-        if (name := answer.headers.get("x-request-id")) and request.url.path in ("/v1/responses", CACHES):
+        makes = request.url.path in ("/v1/responses", CACHES) and answer.is_success
+        if makes and (name := answer.headers.get(OPENAI_HEADER)):
             self.placement.remember(_owned(name), number)
 
         def ended(is_broken: bool) -> None:

@@ -32,6 +32,7 @@ from pagoda.server.backend import CacheAdmin, Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError
+from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of, validate_fields
@@ -102,7 +103,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
             await engine.manage(partial(_end, cache))
             raise
         usage = {"prompt_tokens": len(tokens), "cached_tokens": output.usage.num_hit_tokens}
-        return JSONResponse({**_report(cache), "usage": usage}, headers={"x-request-id": cache.id})
+        return JSONResponse({**_report(cache), "usage": usage}, headers=id_headers(cache.id))
 
     @router.get("/caches")
     async def all_of(request: Request) -> Response:
@@ -173,7 +174,7 @@ async def _warm_up(request: Request, served: Served, cache: NamedCache, tokens: 
     engine = served.engine
     scope = Scope(cache.namespace, cache.cache_salt)
     wish = LeaseSpec(len(tokens), _seconds_left(cache), cache.id)
-
+    name_answer(request, cache.id)
     adapter = served.adapter(cache.model)
     stream = served.stream(request, tokens, WARM_UP, request_id=cache.id, scope=scope, leases=[wish], adapter=adapter)
     try:

@@ -1,7 +1,8 @@
-"""Exceptions to OpenAI-shaped JSON: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Exceptions to OpenAI-shaped JSON: `{"error": {"message", "type", "param", "code"}}`, a status and an id."""
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -21,6 +22,9 @@ from pagoda.errors import (
     RequestError,
 )
 from pagoda.server.faults import wanted
+from pagoda.server.ids import answer_id, id_headers
+
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nginx's status for an answer nobody waits for; it only reaches logs
 
@@ -61,35 +65,39 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 500, _body("The server failed to answer; its log says why.", None, None, type_="server_error")
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The response for an exception."""
+def error_response(error: Exception, request: Request) -> JSONResponse:
+    """The answer to a request that failed. What is not its fault is logged by the answer's id."""
     status, body = describe(error)
-    return JSONResponse(body, status, headers_of(error))
+    name = answer_id(request)
+    if status == 500:
+        logger.error("failed to answer %s, %s: %r", request.url.path, name, error)
+    return JSONResponse(body, status, {**headers_of(error), **id_headers(name)})
 
 
-def headers_of(error: Exception) -> dict[str, str] | None:
+def headers_of(error: Exception) -> dict[str, str]:
     """What an answer to a refused request says in its headers."""
     if isinstance(error, Overloaded):
         return {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(describe(error)[0])
+    return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(describe(error)[0], {})
 
 
 def install_handlers(app: FastAPI) -> None:
     """Make every failure of `app` leave in the one shape, unknown routes included. Mutates `app`."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(error, request)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(_body(message, None, None), error.status_code, error.headers)
+        headers = {**(error.headers or {}), **id_headers(answer_id(request))}
+        return JSONResponse(_body(message, None, None), error.status_code, headers)
 
     async def on_bad_query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         fault = error.errors()[0]
         name = str(fault["loc"][-1])
-        return error_response(HttpError(400, "invalid_value", f"{name} {wanted(fault)}", param=name))
+        return error_response(HttpError(400, "invalid_value", f"{name} {wanted(fault)}", param=name), request)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.server.errors import HttpError, error_response
@@ -25,5 +26,5 @@ class TokenGuard:
             given = Headers(scope=scope).get(HEADER, "")
             if not hmac.compare_digest(given.encode("latin-1"), self._token):
                 refusal = HttpError(401, "cluster_token_required", "This replica answers its router only.")
-                return await error_response(refusal)(scope, receive, send)
+                return await error_response(refusal, Request(scope))(scope, receive, send)
         await self._app(scope, receive, send)

@@ -155,7 +155,10 @@ async def test_without_replicas_the_client_is_told_to_come_back() -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["code"] == "no_replica"
         assert (await made.client.get("/health")).status_code == 503
-        assert (await made.chat(path="/v1/messages")).json()["type"] == "error"
+        assert answer.headers["x-request-id"]
+        refused = await made.chat(path="/v1/messages")
+        assert refused.json()["type"] == "error"
+        assert refused.json()["request_id"] == refused.headers["request-id"]
 
 
 async def test_a_busy_replicas_refusal_comes_through_if_all_are_busy() -> None:

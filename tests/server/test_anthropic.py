@@ -211,6 +211,31 @@ async def test_bad_requests(live: Live, change: dict[str, Any], words: str) -> N
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert words in answer.json()["error"]["message"]
+    assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_every_answer_has_an_id_and_no_two_the_same(live: Live, client: anthropic.AsyncAnthropic) -> None:
+    counted = await client.messages.with_raw_response.count_tokens(model=HELLO["model"], messages=HELLO["messages"])
+    answered = await client.messages.create(**HELLO)
+    assert answered._request_id == answered.id
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        await client.messages.create(**{**HELLO, "model": "other"})
+    names = {counted.headers["request-id"], answered._request_id, refused.value.request_id}
+    assert len(names - {None}) == 3
+
+
+async def test_a_failure_is_told_and_logged_by_the_id_of_what_failed(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.backend.failure = ValueError("secret")
+    answer = await live.http.post("/v1/messages", json=HELLO)
+    name = answer.json()["request_id"]
+    assert name.startswith("msg-")
+    assert name in caplog.text
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    other = (await live.http.post("/v1/chat/completions", json=chat)).headers["x-request-id"]
+    assert other.startswith("chatcmpl-")
+    assert other in caplog.text
 
 
 async def test_the_client_raises_its_own_errors(live: Live, client: anthropic.AsyncAnthropic) -> None:
@@ -232,8 +257,9 @@ async def test_a_failing_stream_ends_in_an_error_event(live: Live, client: anthr
     live.backend.step_s = 0.01
     stream = await client.messages.create(**HELLO, stream=True)
     live.backend.failure = MemoryPressure("full")
-    with pytest.raises(anthropic.APIStatusError, match="Out of KV memory"):
+    with pytest.raises(anthropic.APIStatusError, match="Out of KV memory") as caught:
         [event async for event in stream]
+    assert caught.value.body["request_id"] == stream.response.headers["request-id"]  # type: ignore[index]
 
 
 async def test_keys_in_either_header() -> None:

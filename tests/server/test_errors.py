@@ -48,6 +48,7 @@ def check(
 ) -> None:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert all(word in error["message"] for word in words), error

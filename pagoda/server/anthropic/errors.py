@@ -1,4 +1,4 @@
-"""Exceptions in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+"""Exceptions in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from pagoda.server.errors import describe, headers_of
+from pagoda.server.ids import ANTHROPIC_HEADER, answer_id, id_headers
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +29,16 @@ _TYPES = {
 }
 
 
-def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and JSON body of an exception; what others call 503 is Anthropic's 529."""
+def describe_error(error: Exception, name: str) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and JSON body of the answer `name` to an exception; others' 503 is Anthropic's 529."""
     status, body = describe(error)
     status = OVERLOADED if status == 503 else status
     kind = _TYPES.get(status, "api_error")
-    return status, {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+    return status, {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}, "request_id": name}
 
 
 class AnthropicRoute(APIRoute):
-    """A route whose every failure leaves in Anthropic's shape, a wrong key's included."""
+    """A route whose every failure leaves in Anthropic's shape, a wrong key's included, and whose answers have ids."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, with its exceptions caught."""
@@ -45,13 +46,17 @@ class AnthropicRoute(APIRoute):
 
         async def handler(request: Request) -> Response:
             try:
-                return await handle(request)
+                response = await handle(request)
             except ClientDisconnect:
                 raise
             except Exception as error:
-                status, body = describe_error(error)
+                name = answer_id(request)
+                status, body = describe_error(error, name)
                 if status == 500:
-                    logger.exception("failed to answer %s", request.url.path)
-                return JSONResponse(body, status, headers_of(error))
+                    logger.exception("failed to answer %s, %s", request.url.path, name)
+                return JSONResponse(body, status, {**headers_of(error), **id_headers(name, is_anthropic=True)})
+            if ANTHROPIC_HEADER not in response.headers:  # token counts are no jobs
+                response.headers.update(id_headers(answer_id(request), is_anthropic=True))
+            return response
 
         return handler

@@ -25,10 +25,11 @@ from pagoda.server.block_names import block_names, wants_block_names
 from pagoda.server.body import parse_object
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.explain import about_cache
+from pagoda.server.ids import ANTHROPIC_HEADER, id_headers, name_answer, new_id
 from pagoda.server.leases import lease_report
 from pagoda.server.next_turn import NextTurn
 from pagoda.server.openai.cached import start_of
-from pagoda.server.openai.respond import Served, blend_usage, new_id
+from pagoda.server.openai.respond import Served, blend_usage
 from pagoda.server.passages import Passages
 from pagoda.server.stream import NamedEventStream, merge
 
@@ -139,6 +140,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     """
     if wants_block_names(request):
         return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
+    name_answer(request, job.id)
     outputs = merge(
         [
             served.stream(
@@ -155,7 +157,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
             )
         ]
     )
-    headers = {"request-id": job.id, "x-request-id": job.id}
+    headers = id_headers(job.id, is_anthropic=True)
     if job.stream:
 
         async def first() -> tuple[int, RequestOutput]:
@@ -247,4 +249,4 @@ class _MessageEvents(NamedEventStream):
     """Errors in Anthropic's shape."""
 
     def encode_error(self, error: Exception) -> bytes:
-        return self.encode(describe_error(error)[1])
+        return self.encode(describe_error(error, self.headers[ANTHROPIC_HEADER])[1])

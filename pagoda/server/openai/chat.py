@@ -11,9 +11,10 @@ from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.ids import new_id
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
-from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
+from pagoda.server.openai.respond import Job, Served, alternatives, finite
 from pagoda.server.openai.schema import ChatRequest, validate
 from pagoda.server.passages import Passages, is_marked
 

@@ -13,8 +13,9 @@ from pagoda.engine.params import SamplingParams, Span
 from pagoda.errors import InvalidRequest
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.ids import new_id
 from pagoda.server.openai.cached import prompt_start_of
-from pagoda.server.openai.respond import Job, Served, alternatives, finite, new_id
+from pagoda.server.openai.respond import Job, Served, alternatives, finite
 from pagoda.server.openai.schema import CompletionRequest, check_token_ids, validate
 from pagoda.server.passages import Passages, is_marked
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
@@ -30,6 +29,7 @@ from pagoda.server.backend import Backend, Scope
 from pagoda.server.block_names import block_names, wants_block_names
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.explain import explain_report, explained, wants_explanation
+from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.leases import lease_report
 from pagoda.server.ledger import Ledger, written
 from pagoda.server.named_caches import NamedCaches
@@ -145,11 +145,6 @@ class Wording(Protocol):
         """The choice of a finished sample."""
 
 
-def new_id(prefix: str) -> str:
-    """A new request id."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
 async def respond(request: Request, served: Served, job: Job, wording: Wording) -> Response:
     """Run a job. A refusal, or the client leaving, raises before any status is sent.
 
@@ -158,6 +153,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
     """
     if wants_block_names(request):
         return await block_names(served.engine, job.prompts, job.scope, served.adapter(job.model))
+    name_answer(request, job.id)
     streams = [
         served.stream(
             request,
@@ -175,7 +171,7 @@ async def respond(request: Request, served: Served, job: Job, wording: Wording) 
     ]
     outputs = merge(streams)
     frame = _Frame(served, job, wording)
-    headers = {"x-request-id": job.id}
+    headers = id_headers(job.id)
     if job.stream:
 
         async def first() -> tuple[int, RequestOutput]:

@@ -24,11 +24,12 @@ from pagoda.server.body import parse_object
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache
+from pagoda.server.ids import id_headers, name_answer, new_id
 from pagoda.server.ledger import written
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
-from pagoda.server.openai.respond import Served, blend_usage, new_id
+from pagoda.server.openai.respond import Served, blend_usage
 from pagoda.server.openai.response_store import Message, ResponseStore
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
 from pagoda.server.passages import FIELD as PASSAGE
@@ -188,6 +189,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
     """
     if wants_block_names(request):
         return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
+    name_answer(request, job.id)
     outputs = merge(
         [
             served.stream(
@@ -204,7 +206,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
         ]
     )
     answer = _Answer(job, store, served.engine.tokenizer)
-    headers = {"x-request-id": job.id}
+    headers = id_headers(job.id)
     if job.request.stream:
 
         async def first() -> tuple[int, RequestOutput]:
