@@ -86,7 +86,7 @@ class History:
         """Why a request's prompt did not hit further; None if it is another namespace's, or not remembered.
 
         What the request itself did not need to know is looked up now: whether another scope has more, and what came of
-        asking tiers.
+        asking tiers; and, after a purge, whether the other text where it diverged is still there to be told.
         """
         past = self._past.get(request_id)
         if past is None or past.scope.namespace != namespace:
@@ -96,4 +96,5 @@ class History:
         if past.blend is not None:
             num_missed = explanation.num_tokens - explanation.num_hit_tokens
             explanation = replace(explanation, num_blended_tokens=min(past.blend.num_blended, num_missed))
-        return self._cache.misses.elsewhere(explanation, past.prompt, past.scope)
+        misses = self._cache.misses
+        return misses.elsewhere(misses.still_cached(explanation, past.prompt, past.scope), past.prompt, past.scope)

@@ -74,9 +74,10 @@ class Explanation:
             tiers gave blocks that come after it.
         eviction: of the first missed block, if it was evicted.
         before, asked: tokens just before the first missed one, and from it on.
-        cached: what the cache has there instead, if it diverged.
+        cached: what the cache had there instead, if it diverged.
         differs: the scope's fields that differ, if another scope has it.
         restore: what came of asking the tiers for what the device missed; None if they were not asked.
+        num_purges: what had been purged by then: `cached` may be among what was purged later.
         num_blended_tokens: that missed, and were reused from passages that were computed alone.
     """
 
@@ -90,6 +91,7 @@ class Explanation:
     cached: tuple[int, ...] = ()
     differs: tuple[str, ...] = ()
     restore: RestoreReport | None = None
+    num_purges: int = 0
     num_blended_tokens: int = 0
 
     def with_restore(self, report: RestoreReport | None) -> Explanation:
@@ -111,9 +113,13 @@ class MissLog:
 
     Args:
         only_whole: whether the tree keeps no partly filled blocks.
+
+    Attributes:
+        num_purges: how often something was purged.
     """
 
     def __init__(self, tree: RadixTree, num_blocks: int, only_whole: bool = False) -> None:
+        self.num_purges = 0
         self._tree = tree
         self._only_whole = only_whole
         self._hashes: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
@@ -150,7 +156,8 @@ class MissLog:
         before, asked = _around(tokens, known)
 
         def because(reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = ()) -> Explanation:
-            return Explanation(int(tokens.size), known, known, reason, eviction, before, asked, cached)
+            told = Explanation(int(tokens.size), known, known, reason, eviction, before, asked, cached)
+            return replace(told, num_purges=self.num_purges) if self.num_purges else told
 
         if known == tokens.size - 1:
             return because(MissReason.NONE)
@@ -210,6 +217,16 @@ class MissLog:
         if (index + 1) * self._tree.block_size > tokens.size:
             return None
         return self._ghosts.get(self._next_name(tokens, self._roots(tokens, scope), index, name))
+
+    def still_cached(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:
+        """The facts of a prompt, without the text of another that may have been purged since: it is not there now."""
+        if not facts.cached or facts.num_purges == self.num_purges:
+            return facts
+        shown = np.concatenate((tokens[: facts.missed_at], np.array(facts.cached, dtype=tokens.dtype)))
+        for segment in self._tree.lineages.of(shown, scope):
+            if segment.start <= facts.missed_at and self._tree.subtrees(segment.scope, shown[segment.start :]):
+                return facts
+        return replace(facts, cached=())
 
     def elsewhere(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:
         """The facts of a prompt, or that another scope of its tenant has a block more. Some scopes are asked."""

@@ -51,6 +51,18 @@ async def test_the_operator_sees_all(folder: Path) -> None:
         assert seen["requests"]["hit_tokens"] > 0
 
 
+async def test_what_was_purged_is_shown_no_more(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+        await ask(live, "At dawn?")
+        await ask(live, "At noon?", key="sk-b")
+        assert "acme" in str((await overview(live, ADMIN))["tree"])
+        await live.http.post("/v1/kv/purge", json={"tenant": "acme"}, headers=ADMIN)
+        shown = (await overview(live, ADMIN))["tree"]
+        assert {run["tenant"] for run in shown} == {"bolt"}
+        assert "dawn" not in str(shown)
+        assert any("count the boats" in run["preview"] for run in shown)
+
+
 async def test_a_tenant_sees_its_own_and_no_texts(folder: Path) -> None:
     async with serve(folder, admin_key="root") as live:
         await ask(live, "At dawn?")

@@ -18,7 +18,7 @@ from pagoda.kv.tiers.disk import DiskTier
 from tests.waiting import PATIENCE_S
 
 from .conftest import Live
-from .test_cache_control import SYSTEM, ask, folder, serve
+from .test_cache_control import SYSTEM, ask, flood, folder, serve
 from .test_caches import chat, create
 
 __all__ = ["folder"]
@@ -183,6 +183,29 @@ async def test_a_request_is_purged_by_its_id(folder: Path) -> None:
         assert later.status_code == 404  # what the server remembers of it is gone too
         gone = await live.http.post("/v1/kv/purge", json={"request_id": answer["id"]}, headers=ADMIN)
         assert gone.status_code == 404
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+async def test_what_was_purged_is_not_told_of_those_that_went_on_differently(folder: Path, evicted: bool) -> None:
+    async with serve(folder, admin_key="root") as live:
+        system = {"role": "system", "content": SYSTEM}
+        ids = [(await ask(live, question)).id for question in ("At dawn?", "At dusk?", "At noon?")]
+
+        async def told(index: int) -> dict[str, Any]:
+            return dict((await live.http.get(f"/v1/kv/explain/{ids[index]}", headers=A)).json())
+
+        assert (await told(1))["text_cached"].startswith("da")
+        kept = (await told(2))["text_cached"]
+        assert kept.startswith("du")
+        if evicted:
+            await flood(live)
+        messages = [system, {"role": "user", "content": "At dawn?"}]
+        answer = await live.http.post("/v1/kv/purge", json={"tenant": "acme", "messages": messages}, headers=ADMIN)
+        assert answer.status_code == 200
+        after = await told(1)
+        assert after["reason"] == "diverged"
+        assert "text_cached" not in after
+        assert evicted or (await told(2))["text_cached"] == kept
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,14 @@ def overview_router(served: Served, recent: Recent, admin_key: str | None) -> AP
     """The route, without its prefix. It expects the tenant in `request.state.namespace`."""
     router, engine = APIRouter(), served.engine
 
-    @lru_cache(maxsize=4096)
-    def text(tokens: tuple[int, ...]) -> str:
-        return engine.tokenizer.decode(tokens, skip_special_tokens=False)
+    texts: dict[tuple[int, ...], str] = {}  # of the last look alone: what was purged since is kept nowhere
 
     def runs(look: _Look, own: str | None) -> list[dict[str, Any]]:
+        nonlocal texts
         if own is None:
-            return [prefix_report(each, text(each.head)) for each in look.prefixes]
+            known, decode = texts, partial(engine.tokenizer.decode, skip_special_tokens=False)
+            texts = {each.head: known.get(each.head) or decode(each.head) for each in look.prefixes}
+            return [prefix_report(each, texts[each.head]) for each in look.prefixes]
         if own == "":
             return [anonymous_report(each) for each in look.prefixes]
         return [prefix_report(each, None) for each in look.prefixes]

@@ -23,10 +23,10 @@ export function drawTree(runs, admin) {
   while (box.children.length < nodes.length) box.append(element("button"));
   current = Math.min(current, Math.max(0, nodes.length - 1));
   nodes.forEach((node, index) => fill(box.children[index], node, index, admin));
+  const looked = box.querySelector(":hover") ?? document.activeElement;
+  const seen = nodes[[...box.children].indexOf(looked)]; // anew each time: what it was may be gone, and its text with it
   if (!nodes.length) tell("run", "Nothing is cached yet.");
-  else if (!box.contains(document.activeElement) && !box.matches(":hover")) {
-    tell("run", `${HINT}${admin ? "" : " The admin key shows their texts."}`);
-  }
+  else tell("run", seen ? describe(seen) : `${HINT}${admin ? "" : " The admin key shows their texts."}`);
 }
 
 // Runs come parents first: a scope's runs follow each other, each with its level.
