@@ -151,13 +151,13 @@ class BlockEvents:
             parent_name = _name(key)
         if names:
             runs.append(self._stored(names, first_parent, tokens[first * size : whole * size]))
-        if runs:
-            self.tell(runs)
+        self.tell(lambda: runs)
 
-    def tell(self, events: Sequence[BlockEvent]) -> None:
-        """Emit events, whichever thread has some."""
+    def tell(self, look: Callable[[], Sequence[BlockEvent]]) -> None:
+        """Emit the events that a look finds, if any, on whichever thread; meanwhile nothing else is told or renewed."""
         with self._lock:
-            self._emit(events)
+            if events := look():
+                self._emit(events)
 
     def stored(self, block: int) -> BlockStored | None:
         """What was told of a block of the tree; None if nothing was, as of another group's."""
@@ -181,14 +181,15 @@ class BlockEvents:
             else:
                 self._others.pop(block, None)
         if names:
-            self.tell([BlockRemoved(tuple(names))])
+            self.tell(lambda: [BlockRemoved(tuple(names))])
 
     def renew(self, fingerprint: bytes) -> None:
         """Another model computes from now on, and the tree is empty."""
         self._keys = self._keys.for_model(fingerprint)
-        if self.below is not None:
-            self.below.forget()
-        self.tell([BlocksCleared()])
+        with self._lock:  # what a tier was found to have of the old one is told before this or never
+            if self.below is not None:
+                self.below.forget()
+            self._emit([BlocksCleared()])
 
     def tell_all(self) -> None:
         """Tell of everything anew, after a `BlocksCleared`. O(blocks)."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -35,15 +35,18 @@ _ROUND_LOOKS = 10  # in so many looks all that was told is looked at
 _LEAST_LOOKED_AT = 256
 
 
+Tell = Callable[[Callable[[], Sequence[BlockEvent]]], None]
+
+
 class TierEvents:
     """Tells of what tiers have, until it is closed.
 
     Args:
         media: what to call each lane's tier; those that are not named are not told of.
-        tell: takes events, from any thread.
+        tell: see BlockEvents.
     """
 
-    def __init__(self, media: Mapping[Lane, str], tell: Callable[[Sequence[BlockEvent]], None]) -> None:
+    def __init__(self, media: Mapping[Lane, str], tell: Tell) -> None:
         self._watches = [_Watch(lane, medium, tell) for lane, medium in media.items()]
 
     def expect(self, records: Sequence[tuple[RecordId, BlockStored]]) -> None:
@@ -69,7 +72,7 @@ class TierEvents:
 class _Watch:
     """One tier, and the thread that looks at it."""
 
-    def __init__(self, lane: Lane, medium: str, tell: Callable[[Sequence[BlockEvent]], None]) -> None:
+    def __init__(self, lane: Lane, medium: str, tell: Tell) -> None:
         self._lane = lane
         self._medium = medium
         self._tell = tell
@@ -119,6 +122,15 @@ class _Watch:
             count = max(_LEAST_LOOKED_AT, -(-len(self._told) // _ROUND_LOOKS))
             told = dict(islice(self._told.items(), count))
         there = self._there([*expected, *told])
+        self._tell(lambda: self._news(expected, told, there))
+
+    def _news(
+        self,
+        expected: Mapping[RecordId, tuple[float, BlockStored]],
+        told: Mapping[RecordId, BlockStored],
+        there: Collection[RecordId],
+    ) -> list[BlockEvent]:
+        """What is new of that which was expected and told when it was looked for, and is not forgotten by now."""
         overdue = time.monotonic() - _EXPECTED_S
         with self._lock:
             came = [record for record in expected if record in there and record in self._expected]
@@ -133,8 +145,7 @@ class _Watch:
         events: list[BlockEvent] = [expected[record][1] for record in came]
         if went:
             events.append(BlockRemoved(tuple(name for record in went for name in told[record].names), self._medium))
-        if events:
-            self._tell(events)
+        return events
 
     def _there(self, records: Sequence[RecordId]) -> set[RecordId]:
         found = self._lane.tier.lookup(records) if records else []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from pagoda.kv import tier_events
-from pagoda.kv.events import BlockEvent, BlockRemoved, BlockStored
-from pagoda.kv.keys import BlockKey
+from pagoda.kv.events import BlockEvent, BlockEvents, BlockRemoved, BlocksCleared, BlockStored
+from pagoda.kv.keys import BlockKey, KeyChain
+from pagoda.kv.lineage import Lineages
 from pagoda.kv.tier_events import TierEvents
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Record, RecordId
@@ -37,9 +38,8 @@ class Bench:
         self.events = TierEvents({self.lane: "CPU"}, self.hear)
         [self.watch] = self.events._watches
 
-    def hear(self, events: Sequence[BlockEvent]) -> None:
-        assert events
-        for event in events:
+    def hear(self, look: Callable[[], Sequence[BlockEvent]]) -> None:
+        for event in look():
             match event:
                 case BlockStored(names, medium="CPU"):
                     assert not self.names & set(names), "told twice"
@@ -129,6 +129,28 @@ def test_another_model_has_none_of_it(bench: Bench) -> None:
     bench.put(2)
     bench.watch.look()
     assert bench.names == {1}  # whoever renews the model has everything cleared
+
+
+@pytest.mark.usefixtures("bench")  # no thread looks
+def test_another_model_that_comes_while_a_tier_is_looked_at_has_none_of_it_either() -> None:
+    told: list[BlockEvent] = []
+    door = BlockEvents(KeyChain(bytes(32), b"secret"), 16, 0, Lineages(16), told.extend)
+    lane = Lane(MemoryTier(1 << 20))
+
+    def tell_late(look: Callable[[], Sequence[BlockEvent]]) -> None:
+        door.renew(bytes([1]) * 32)
+        door.tell(look)
+
+    door.below = events = TierEvents({lane: "CPU"}, tell_late)
+    try:
+        events.expect([(record(1), in_pool(1))])
+        lane.tier.put([Record(record(1), np.zeros(BYTES, dtype=np.uint8))])
+        events._watches[0].look()
+        assert told == [BlocksCleared()]
+        assert events.all() == []
+    finally:
+        events.close()
+        lane.close()
 
 
 def test_a_tier_that_is_out_is_left_alone_and_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
