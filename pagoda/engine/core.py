@@ -292,20 +292,24 @@ class EngineCore:
         self._note_admissions(plan)
         computing_since = time.perf_counter()
         logits = self._runner.execute(plan)
-        if all(rows.sample.request.blend is None for rows in plan):  # else many a row was computed in part
+        counts = [rows.stop - rows.start for rows in plan]
+        num_decode = counts.count(1)
+        # Where passages are reused, many a row was computed in part.
+        if num_decode < len(plan) and all(rows.sample.request.blend is None for rows in plan):
             runs = [(rows.start, rows.stop) for rows in plan]
             self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
         settled, logits = self._doubts.settle(plan, logits)
         for rows in settled:
-            self.cache.advance(rows.sample.running_lease, rows.sample.tokens.view, rows.stop)
-            self._desk.grant(rows.sample.request, rows.stop)
+            sample = rows.sample
+            self.cache.advance(sample.running_lease, sample.tokens.view, rows.stop)
+            if sample.request.leases:
+                self._desk.grant(sample.request, rows.stop)
         news = self._chooser.choose([rows.sample for rows in settled if rows.needs_logits], logits)
         outputs = self._desk.pass_on([output for each in news if (output := self._tell(each)).deltas])
         audits = self._auditor.run() if self._auditor is not None else AuditCounts()
-        num_decode = sum(rows.stop - rows.start == 1 for rows in plan)
         stats = StepStats(
             step_s=time.perf_counter() - started,
-            num_prefill_tokens=sum(rows.stop - rows.start for rows in plan) - num_decode,
+            num_prefill_tokens=sum(counts) - num_decode,
             num_decode_tokens=num_decode,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -331,7 +335,7 @@ class EngineCore:
                 request.admitted_at = time.perf_counter()
                 request.first_lease = lease
                 self.cache.note_hit(lease)
-            if rows.needs_logits and not request.token_times and not request.is_announced:
+            if not request.is_announced and rows.needs_logits and not request.token_times:
                 request.is_announced = True  # only now it is known what came from tiers
                 self._remember(request)
                 self.cache.note_prompt(request.scope, int(request.prompt.size), request.num_hit_tokens)

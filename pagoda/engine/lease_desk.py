@@ -6,7 +6,6 @@ decided, for a second at most, the request computes on and its outputs wait, sin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pagoda.engine.outputs import LeaseOutcome, RequestOutput
@@ -76,8 +75,10 @@ class LeaseDesk:
         case.promises[len(request.outcomes)] = promise
         return LeaseOutcome(spec, 0, str(refusal))
 
-    def pass_on(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    def pass_on(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The outputs that may go out now: these and earlier ones, but those of requests that wait for an answer."""
+        if not self._cases:
+            return outputs
         ready: list[RequestOutput] = []
         decided: dict[str, tuple[LeaseOutcome, ...]] = {}
         for name, case in list(self._cases.items()):

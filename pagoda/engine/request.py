@@ -193,7 +193,10 @@ class Request:
     @property
     def sparse_report(self) -> SparseReport | None:
         """What its kv_policy did so far, if it has one by now."""
-        report = total([each.sparse.report for each in self.samples if each.sparse is not None])
+        reports = [each.sparse.report for each in self.samples if each.sparse is not None]
+        if not reports:
+            return None
+        report = total(reports)
         return replace(report, under_pressure=True) if report is not None and self.is_pressed else report
 
     @property
@@ -224,14 +227,15 @@ class Request:
             num_output_tokens = sum(sample.num_output_tokens for sample in self.samples)
         else:
             num_output_tokens = sum(len(ended.beam.tokens) for ended in self.beams.finished[: self.params.n])
-        num_blended, num_recomputed = (self.blend.num_blended, self.blend.num_recomputed) if self.blend else (0, 0)
-        # What was hit may have been evicted while the request was preempted, and blended after: it counts as a hit.
-        num_blended = min(num_blended, self.prompt.size - self.num_hit_tokens)
+        num_prompt_tokens, num_hit_tokens = self.prompt.size, self.num_hit_tokens
+        if self.blend is None:
+            return Usage(num_prompt_tokens, num_hit_tokens, num_output_tokens)
         return Usage(
-            self.prompt.size,
-            self.num_hit_tokens,
+            num_prompt_tokens,
+            num_hit_tokens,
             num_output_tokens,
-            num_blended,
-            num_recomputed,
+            # What was hit may have been evicted while the request was preempted, and blended after: it counts as a hit.
+            min(self.blend.num_blended, num_prompt_tokens - num_hit_tokens),
+            self.blend.num_recomputed,
             self.num_extra_tokens,
         )

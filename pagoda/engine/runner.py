@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagoda.engine.blend.blender import Blender
@@ -14,6 +15,7 @@ from pagoda.engine.scheduler import Rows
 from pagoda.engine.sparse.hook import sparse_hook
 from pagoda.errors import ConfigError
 from pagoda.kernels import KVView, Staging
+from pagoda.kv.block_table import BlockTable
 from pagoda.kv.cache import KVCache
 from pagoda.kv.formats import parse_format, plain_format
 from pagoda.kv.layout import KVLayout
@@ -67,9 +69,11 @@ def layout_for(
 
 def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
     """The ragged rows of a plan, on `device`."""
-    counts = np.array([rows.stop - rows.start for rows in plan], dtype=np.int32)
+    start, stop = np.array([(rows.start, rows.stop) for rows in plan]).T
     query_start = np.zeros(len(plan) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
+    np.cumsum(stop - start, out=query_start[1:])
+    request = np.repeat(np.arange(len(plan)), stop - start)  # of each row
+    positions = np.arange(query_start[-1]) + (start - query_start[:-1])[request]
     leases = [rows.sample.running_lease for rows in plan]
 
     def to(array: np.ndarray) -> torch.Tensor:
@@ -78,30 +82,38 @@ def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
     tables, slots = [], []
     for group in range(len(leases[0].tables)):
         of_group = [lease.tables[group] for lease in leases]
-        ids = np.zeros((len(plan), max(len(table) for table in of_group)), dtype=np.int32)
-        for row, table in zip(ids, of_group, strict=True):
-            row[: len(table)] = table.ids
+        ids, num_dropped = _padded(of_group), np.array([table.num_dropped for table in of_group])
+        block_size = of_group[0].block_size
+        index, offset = np.divmod(positions - num_dropped[request], block_size)
         tables.append(to(ids))
-        written = (table.slots(rows.start, rows.stop) for table, rows in zip(of_group, plan, strict=True))
-        slots.append(to(np.concatenate(list(written))))
+        slots.append(to(ids[request, index] * np.int64(block_size) + offset))
     wanted = [rows.needs_logits for rows in plan]
     tokens = np.concatenate([rows.sample.tokens.view[rows.start : rows.stop] for rows in plan])
-    offsets = [0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan]
-    positions = [np.arange(rows.start, rows.stop) - offset for rows, offset in zip(plan, offsets, strict=True)]
-    lens = [rows.stop - lease.tables[0].num_dropped for rows, lease in zip(plan, leases, strict=True)]
+    turned = np.array([0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan])
+    lens = stop - [lease.tables[0].num_dropped for lease in leases]
     return ForwardBatch(
         token_ids=to(tokens.astype(np.int64)),
-        positions=to(np.concatenate(positions)),
+        positions=to(positions - turned[request]),
         query_start=to(query_start),
-        context_lens=to(np.array(lens, dtype=np.int32)),
+        context_lens=to(lens.astype(np.int32)),
         block_tables=tuple(tables),
         slot_mapping=tuple(slots),
         logits_rows=to(query_start[1:][wanted].astype(np.int64) - 1),
     )
 
 
+def _padded(tables: Sequence[BlockTable]) -> npt.NDArray[np.int32]:
+    """The entries of block tables as rows, zeros after their ends."""
+    ids = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(ids, tables, strict=True):
+        row[: len(table)] = table.ids
+    return ids
+
+
 def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | None:
     """Which rows of a plan an adapter changes; None if there are none."""
+    if all(rows.sample.request.adapter is None for rows in plan):
+        return None
     adapters: dict[Adapter, int] = {}
     which = []
     for rows in plan:

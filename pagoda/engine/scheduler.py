@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,6 +25,7 @@ from pagoda.engine.outputs import FinishReason
 from pagoda.engine.policy import QUEUE_POLICIES, Ranks, in_turn
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Request, Sample
+from pagoda.engine.step_plan import StepPlan
 from pagoda.engine.tenants import AGED_EVERY
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
@@ -171,41 +172,40 @@ class Scheduler:
 
     def schedule(self) -> list[Rows]:
         """Plan one step, reserving the blocks it writes to. Empty when nothing can run."""
-        plan: dict[Sample, int] = {}
+        plan = StepPlan()
         preempted = self.num_preempted
-        decoding = [sample for sample in self.running if sample.num_uncomputed == 1]
-        prefilling = [sample for sample in self.running if sample.num_uncomputed > 1]
-        for sample in decoding + prefilling:
-            if sample.lease is not None and (most := self._budget(plan, sample.num_uncomputed)) > 0:
+        left = [(sample, sample.num_uncomputed) for sample in self.running]
+        decoding = [each for each in left if each[1] == 1]
+        prefilling = [each for each in left if each[1] > 1]
+        for sample, num_uncomputed in decoding + prefilling:
+            if sample.lease is not None and (most := self._budget(plan, num_uncomputed)) > 0:
                 count = self._cache.chunk(sample.lease, sample.num_next(most))
                 if count:
                     self._plan(sample, count, plan)
         if self.num_preempted == preempted:
             self._admit(plan)
-            if not plan and self.running and self.waiting and not self._cache.is_restoring:
+            if not plan.counts and self.running and self.waiting and not self._cache.is_restoring:
                 # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
                 self._preempt(max(self.running, key=self._newest))
         self._look_ahead()
         rows = [
-            Rows(sample, sample.running_lease.num_computed_tokens, sample.running_lease.num_computed_tokens + count)
-            for sample, count in plan.items()
+            Rows(sample, start := sample.running_lease.num_computed_tokens, start + count)
+            for sample, count in plan.counts.items()
         ]
         return sorted(rows, key=self._known_blocks)
 
-    def _budget(self, plan: Mapping[Sample, int], count: int) -> int:
+    def _budget(self, plan: StepPlan, count: int) -> int:
         """What a step's budget has left for a sample with `count` tokens to compute: 1 is decoding, more are prompt."""
-        charges = {sample: sample.charge(planned) for sample, planned in plan.items()}
-        left = self._config.token_budget - sum(charges.values())
+        left = self._config.token_budget - plan.charged
         if count > 1:
-            prompts = (charges[sample] for sample, planned in plan.items() if planned > 1)
-            left = min(left, self.relief.prefill_budget - sum(prompts))
+            left = min(left, self.relief.prefill_budget - plan.charged_prompts)
         return min(count, left)
 
     def _known_blocks(self, rows: Rows) -> bytes:
         """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
         return rows.sample.running_lease.tables[0].ids[: rows.start // self._cache.block_size].tobytes()
 
-    def _plan(self, sample: Sample, count: int, plan: dict[Sample, int]) -> None:
+    def _plan(self, sample: Sample, count: int, plan: StepPlan) -> None:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""
         while True:
             try:
@@ -214,11 +214,11 @@ class Scheduler:
                 victim = self._victim(sample)
                 self._preempt(victim)
                 self.num_short += 1
-                plan.pop(victim, None)
+                plan.drop(victim)
                 if victim is sample:
                     return
             else:
-                plan[sample] = count
+                plan.put(sample, count)
                 return
 
     def _reserve(self, sample: Sample, count: int) -> None:
@@ -255,7 +255,7 @@ class Scheduler:
         sample.was_preempted = True
         self.num_preempted += 1
 
-    def _admit(self, plan: dict[Sample, int]) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         if not self.waiting:
             return
         tenants = self._cache.tenants
@@ -304,7 +304,7 @@ class Scheduler:
             use = sample.request.params.tier_use
             sample.prefetch = self._cache.prefetch(_shareable(sample), sample.request.scope, use)
 
-    def _make_way(self, sample: Sample, plan: dict[Sample, int]) -> bool:
+    def _make_way(self, sample: Sample, plan: StepPlan) -> bool:
         """Preempt the newest sample of a lower class, if pressure asks for that; its room is there in the next step."""
         if not self.relief.makes_way:
             return False
@@ -320,11 +320,11 @@ class Scheduler:
             return False
         victim = max(lower, key=self._newest)
         self._preempt(victim)
-        plan.pop(victim, None)
+        plan.drop(victim)
         self.num_made_way += 1
         return True
 
-    def _start(self, sample: Sample, hit: Hit, budget: int, plan: dict[Sample, int]) -> bool:
+    def _start(self, sample: Sample, hit: Hit, budget: int, plan: StepPlan) -> bool:
         """Give a waiting sample a lease and room for its first tokens, and plan them; false if there is no room."""
         tokens, scope = sample.tokens.view, sample.request.scope
         if sample.request.explanation is None:  # asked before room is made for it, which may evict what it is about
@@ -354,7 +354,7 @@ class Scheduler:
         if count:
             with suppress(OutOfBlocks):  # prefetched tokens took the room of those after them: the next step makes some
                 self._reserve(sample, count)
-                plan[sample] = count
+                plan.put(sample, count)
         return True
 
     def _has_room(self, sample: Sample, hit: Hit, *, passing: bool) -> bool:

@@ -30,6 +30,8 @@ class OutputText:
         return "" if self.stopped_by else text
 
     def _release(self, new: str) -> str:
+        if not self._stop:
+            return new
         text = self._held + new
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:

@@ -55,6 +55,8 @@ class Sampling(Protocol):
 class SamplerState:
     """What sampling remembers of one request. `append` every token that joins its output; `sample` changes nothing.
 
+    `is_greedy` says that the likeliest token is the one: no draw, no bias, no penalty.
+
     Args:
         params: the request's sampling parameters.
         vocab_size: width of the logits.
@@ -80,11 +82,17 @@ class SamplerState:
         outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
         if outside:
             raise InvalidRequest(f"logit_bias names token {outside[0]} of {vocab_size}", param="logit_bias")
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        if params.logit_bias:
+            self._bias = (
+                torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device),
+                torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device),
+            )
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+        penalizes = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        self.is_greedy = params.temperature == 0 and not penalizes and self._bias is None
+        if penalizes:
             self._output_counts = torch.zeros(vocab_size, device=device)
             self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._in_prompt[torch.from_numpy(np.array(prompt_ids, dtype=np.int64)).to(device)] = True
@@ -95,14 +103,10 @@ class SamplerState:
         if self._output_counts is not None:
             self._output_counts[token_id] += 1
 
-    @property
-    def shapes_logits(self) -> bool:
-        """Whether a bias or a penalty changes this row's logits."""
-        return self._output_counts is not None or len(self._bias_ids) > 0
-
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[vocab]` with bias and penalties applied, in a new tensor."""
-        logits = logits.index_add(0, self._bias_ids, self._biases)
+        """Logits `[vocab]` with bias and penalties applied. Mutates nothing."""
+        if self._bias is not None:
+            logits = logits.index_add(0, *self._bias)
         if self._output_counts is None or self._in_prompt is None:
             return logits
         params, in_output = self.params, self._output_counts > 0
@@ -145,30 +149,31 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         raise TypeError(f"{len(states)} sampler states for {len(logits)} rows of logits")
     if not states:
         return []
-    best_ids = _argmax(logits)  # a NaN anywhere in a row is its maximum
-    healthy = logits.gather(-1, best_ids[:, None])[:, 0].isfinite().tolist()
-    chosen = best_ids
-    others = [
-        row
-        for row, state in enumerate(states)
-        if healthy[row] and (state.params.temperature > 0 or state.shapes_logits)
-    ]
+    chosen, healthy = _best(logits)
+    others = [row for row, state in enumerate(states) if healthy[row] and not state.is_greedy]
     if others:
-        chosen = best_ids.clone()
-        chosen[others] = torch.stack([_choose(logits[row], states[row]) for row in others])
+        drawn = torch.stack([_choose(logits[row], states[row]) for row in others])
+        for row, token in zip(others, drawn.tolist(), strict=True):
+            chosen[row] = token
     return [
         SampledToken(token, _logprobs(logits[row], token, states[row].params.logprobs))
         if healthy[row]
         else ModelError(_NOT_FINITE)
-        for row, token in enumerate(chosen.tolist())
+        for row, token in enumerate(chosen)
     ]
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of each row's largest. On a CPU by numpy: torch's has no vectors there, and took 5% of a decode step."""
+def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Each row's likeliest token, and whether the row is finite: a NaN anywhere in it is its maximum.
+
+    On a CPU by numpy: torch's argmax has no vectors there, and took 5% of a decode step.
+    """
     if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
+        values = logits.numpy()
+        best = values.argmax(axis=-1)
+        return best.tolist(), np.isfinite(values[np.arange(len(values)), best]).tolist()
+    ids = logits.argmax(dim=-1)
+    return ids.tolist(), logits.gather(-1, ids[:, None])[:, 0].isfinite().tolist()
 
 
 def likeliest(logits: torch.Tensor, count: int) -> list[Sequence[tuple[int, float]] | ModelError]:

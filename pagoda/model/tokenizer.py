@@ -27,7 +27,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A model's tokenizer, with its chat template and end tokens. Immutable and safe to share between threads."""
+    """A model's tokenizer, with its chat template and end tokens. Constant and safe to share between threads."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, chat_template: ChatTemplate | None = None, eos_ids: Iterable[int] = ()
@@ -43,6 +43,7 @@ class Tokenizer:
         layout = json.loads(backend.to_str())
         self._byte_level, self._strips_space = _kind(layout["decoder"])
         self._byte_fallback = bool(layout["model"].get("byte_fallback", False))
+        self._bytes_of: dict[int, bytes] = {}  # of the tokens that were asked for; threads may fill it twice, alike
 
     @classmethod
     def from_folder(cls, folder: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
@@ -99,6 +100,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; empty for an id that is no token (padding of the model's vocabulary)."""
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            known = self._bytes_of[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id]
         token = self._backend.id_to_token(token_id)

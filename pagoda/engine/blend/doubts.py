@@ -24,6 +24,8 @@ class Doubts:
 
     def settle(self, plan: Sequence[Rows], logits: torch.Tensor) -> tuple[Sequence[Rows], torch.Tensor]:
         """What is left of a computed step, and its logits, once doubted prompts are back in the queue."""
+        if all(rows.sample.request.blend is None for rows in plan):
+            return plan, logits
         wanted = [rows for rows in plan if rows.needs_logits]
         doubted = [row for row, rows in enumerate(wanted) if _is_doubted(rows, logits[row])]
         if not doubted:
