@@ -90,37 +90,41 @@ class Chooser:
         row_of: list[int] = []
         everyone: list[Sample] = []
         for row, first in enumerate(samples):
-            forks = self._forker.spread(first) if len(first.request.samples) < first.request.params.num_samples else []
-            everyone += [first, *forks]
-            row_of += [row] * (1 + len(forks))
+            everyone.append(first)
+            row_of.append(row)
+            if len(first.request.samples) < first.request.params.num_samples:
+                forks = self._forker.spread(first)
+                everyone += forks
+                row_of += [row] * len(forks)
         rows = logits if len(row_of) == len(logits) else logits[row_of]
         chosen = sample(rows, [each.sampler for each in everyone])
         now = time.perf_counter()
         news: dict[Request, News] = {}
         for each, token in zip(everyone, chosen, strict=True):
             request = each.request
-            if request not in news:
-                news[request] = News(request)
+            of_request = news.get(request)
+            if of_request is None:
+                of_request = news[request] = News(request)
                 request.token_times.append(now)
             if isinstance(token, SampledToken):
-                news[request].deltas[each] = self._append(each, token)
+                of_request.deltas[each] = self._append(each, token)
             else:
-                news[request].failure = token
+                of_request.failure = token
         return list(news.values())
 
     def _append(self, each: Sample, token: SampledToken) -> Delta:
         """Add a token to a sample, and end the sample where it must."""
-        params = each.request.params
-        each.tokens.append(token.token_id)
-        each.sampler.append(token.token_id)
-        is_eos = token.token_id in self._eos_ids and not params.ignore_eos
+        params, token_id = each.request.params, token.token_id
+        each.tokens.append(token_id)
+        each.sampler.append(token_id)
+        is_eos = token_id in self._eos_ids and not params.ignore_eos
         text, reason = "", None
         stop_reason: str | int | None = None
-        if is_eos or token.token_id in params.stop_token_ids:
+        if is_eos or token_id in params.stop_token_ids:
             reason = FinishReason.STOP
-            stop_reason = None if is_eos else token.token_id
+            stop_reason = None if is_eos else token_id
         else:
-            text = each.text.push(token.token_id)
+            text = each.text.push(token_id)
             if each.text.stopped_by is not None:
                 reason, stop_reason = FinishReason.STOP, each.text.stopped_by
             elif each.num_output_tokens >= each.request.max_tokens:
@@ -130,5 +134,5 @@ class Chooser:
             self._scheduler.finish(each, reason)
         logprobs: tuple[TokenLogprob, ...] = ()
         if token.logprobs is not None:
-            logprobs = (TokenLogprob(token.token_id, token.logprobs.chosen, token.logprobs.top),)
-        return Delta(each.index, text, (token.token_id,), logprobs, reason, stop_reason)
+            logprobs = (TokenLogprob(token_id, token.logprobs.chosen, token.logprobs.top),)
+        return Delta(each.index, text, (token_id,), logprobs, reason, stop_reason)

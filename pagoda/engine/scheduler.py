@@ -54,7 +54,7 @@ class Relief:
     makes_way: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see outputs.py
 class Rows:
     """Tokens `start` to `stop` of a sample, to be computed. If those are all it has, their last row's logits matter."""
 

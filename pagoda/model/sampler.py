@@ -131,7 +131,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every token, that costs as much as choosing it
 class SampledToken:
     """One row's outcome."""
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
@@ -25,10 +26,19 @@ from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import describe
 
 Merged = AsyncGenerator[tuple[int, RequestOutput], None]
+Chunk = dict[str, Any] | bytes  # an object for the stream to encode, or the event as it is sent
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_HOLE = uuid.uuid4().hex
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Merged:
     """Interleave streams as (stream index, output). The first error ends them all; closing closes them all."""
+    if len(streams) == 1:  # as most requests have: no task and no second queue between the engine and the socket
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
     news: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
@@ -60,10 +70,10 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Merge
 class EventEncoder(Protocol):
     """Words the engine's news as an endpoint's JSON chunks. May keep state between calls."""
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[Chunk]:
         """The chunks that tell `output`."""
 
-    def closing(self) -> Iterable[dict[str, Any]]:
+    def closing(self) -> Iterable[Chunk]:
         """The chunks after the last output."""
 
 
@@ -103,8 +113,8 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
-        async def send_events(chunks: Iterable[dict[str, Any]]) -> None:
-            if data := b"".join(self.encode(chunk) for chunk in chunks):
+        async def send_events(chunks: Iterable[Chunk]) -> None:
+            if data := b"".join([chunk if isinstance(chunk, bytes) else self.encode(chunk) for chunk in chunks]):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
@@ -126,9 +136,30 @@ class NamedEventStream(EventStream):
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         """A chunk as an event of its type."""
-        return f"event: {chunk['type']}\n".encode() + event(chunk)
+        return named_event(chunk)
 
 
 def event(chunk: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_JSON.encode(chunk)}\n\n".encode()
+
+
+def named_event(chunk: dict[str, Any]) -> bytes:
+    """One server-sent event of the chunk's `type`."""
+    return f"event: {chunk['type']}\n".encode() + event(chunk)
+
+
+class TextEvent:
+    """An event that is the same for every token but for one text: encoded once, and filled in for each.
+
+    Args:
+        encode: makes the event of a chunk.
+        chunk_of: makes the chunk of a text, which it holds once.
+    """
+
+    def __init__(self, encode: Callable[[dict[str, Any]], bytes], chunk_of: Callable[[str], dict[str, Any]]) -> None:
+        self._head, self._tail = encode(chunk_of(_HOLE)).split(_JSON.encode(_HOLE).encode())
+
+    def of(self, text: str) -> bytes:
+        """The event of a text."""
+        return self._head + _JSON.encode(text).encode() + self._tail

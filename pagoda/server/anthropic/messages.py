@@ -31,7 +31,7 @@ from pagoda.server.next_turn import NextTurn
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.respond import Served, blend_usage
 from pagoda.server.passages import Passages
-from pagoda.server.stream import NamedEventStream, merge
+from pagoda.server.stream import Chunk, NamedEventStream, TextEvent, merge, named_event
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _Events:
         self._job = job
         self._opened = False
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[Chunk]:
         if not self._opened:
             self._opened = True
             yield {"type": "message_start", "message": _message(self._job, output, [])}
@@ -235,14 +235,20 @@ class _Events:
             if delta.finish_reason is FinishReason.ABORT:
                 raise RequestAborted("The request was aborted: the server is shutting down.")
             if delta.text:
-                text = {"type": "text_delta", "text": delta.text}
-                yield {"type": "content_block_delta", "index": 0, "delta": text}
+                yield _TEXT.of(delta.text)
             if delta.finish_reason is not None:
                 yield {"type": "content_block_stop", "index": 0}
                 yield {"type": "message_delta", "delta": _ending(delta), "usage": _usage(output)}
 
-    def closing(self) -> Iterable[dict[str, Any]]:
+    def closing(self) -> Iterable[Chunk]:
         yield {"type": "message_stop"}
+
+
+def _text_chunk(text: str) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+
+
+_TEXT = TextEvent(named_event, _text_chunk)
 
 
 class _MessageEvents(NamedEventStream):

@@ -36,7 +36,7 @@ from pagoda.server.named_caches import NamedCaches
 from pagoda.server.next_turn import NextTurn, Prefiller
 from pagoda.server.openai.response_store import ResponseStore
 from pagoda.server.passages import BlendDefaults
-from pagoda.server.stream import EventStream, merge
+from pagoda.server.stream import Chunk, EventStream, TextEvent, event, merge
 from pagoda.server.tools import ToolCheck
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class _Frame:
         self._sparse: dict[int, SparseReport] = {}
         self._tokenizer = served.engine.tokenizer
         self._num_finished = 0
-        self._opened: set[int] = set()
+        self._texts: dict[int, TextEvent] = {}  # of the choices that have begun
         self._common = {
             "id": job.id,
             "created": int(time.time()),
@@ -246,20 +246,26 @@ class _Frame:
             about["kv_policy"] = done if len(self._job.prompts) > 1 else done[0]
         return {"pagoda": about} if about else {}
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[Chunk]:
         self.count(prompt_index, output)
         for delta in output.deltas:
             choice = self.choice_of(prompt_index, delta)
-            if choice not in self._opened:
-                self._opened.add(choice)
+            if choice not in self._texts:
+                self._texts[choice] = self._text_event(choice)
                 for opening in self._wording.opening(choice):
                     yield self._chunk([opening])
-            if delta.text or delta.logprobs or delta.finish_reason:
+            if delta.text and not delta.logprobs and delta.finish_reason is None:
+                yield self._texts[choice].of(delta.text)
+            elif delta.text or delta.logprobs or delta.finish_reason:
                 chunk = self._chunk([self._wording.chunk(choice, delta)])
                 is_last = self._num_finished == len(self._job.prompts) and delta is output.deltas[-1]
                 yield {**chunk, **self._pagoda()} if is_last and not self._job.include_usage else chunk
 
-    def closing(self) -> Iterable[dict[str, Any]]:
+    def _text_event(self, choice: int) -> TextEvent:
+        """What tells the new text of a choice, and nothing else."""
+        return TextEvent(event, lambda text: self._chunk([self._wording.chunk(choice, Delta(choice, text, ()))]))
+
+    def closing(self) -> Iterable[Chunk]:
         if self._job.include_usage:
             yield {**self._chunk([]), "usage": self._usage(), **self._pagoda()}
 
