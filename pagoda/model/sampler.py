@@ -22,8 +22,11 @@ import torch
 
 from pagoda.errors import InvalidRequest, ModelError
 
-# Almost every nucleus lies within the likeliest few hundred tokens, far cheaper to find than sorting a vocabulary.
-_NUCLEUS_GUESS = 512
+# Tokens outside almost every nucleus weigh less than so-manieth parts of what it leaves out: see `_likeliest`.
+_NUCLEUS_GUESS = 256
+_RUN = 256
+_LEAST_TEMPERATURE = 1e-30  # what float32 can divide by
+_BELOW_ONE = 1.0 - 2.0**-53
 _NOT_FINITE = "the model produced logits that are not finite"
 
 
@@ -131,7 +134,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(slots=True)  # not frozen: made for every token, that costs as much as choosing it
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """One row's outcome."""
 
@@ -189,53 +192,78 @@ def likeliest(logits: torch.Tensor, count: int) -> list[Sequence[tuple[int, floa
     ]
 
 
-def probabilities(logits: torch.Tensor, params: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The distribution that a row is drawn from, after temperature, min_p, top_k and top_p.
+def candidates(logits: torch.Tensor, params: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a row is drawn from, after temperature, min_p, top_k and top_p.
 
-    Returns float64 probabilities of the candidates, and their token ids (None where every token is a candidate, in
-    order).
+    Returns the candidates' weights, to which their probabilities are proportional, and their token ids (None where
+    every token is a candidate, in order).
     """
-    # Shifted first: a tiny temperature must not overflow.
-    scaled = (logits.double() - logits.max()) / params.temperature
-    probs = scaled.softmax(-1)
+    # Shifted first, so that a tiny temperature does not overflow: the likeliest weighs 1.
+    weights = (logits - logits.amax()).div_(max(params.temperature, _LEAST_TEMPERATURE)).exp_()
     if params.min_p > 0:
-        probs = probs * (probs >= params.min_p * probs.max())
-        probs = probs / probs.sum()
-    vocab_size = len(probs)
-    if (params.top_k == 0 or params.top_k >= vocab_size) and params.top_p == 1.0:
-        return probs, None
-    if 0 < params.top_k < vocab_size:
-        probs, ids = probs.topk(params.top_k)
-        probs = probs / probs.sum()
-    else:
-        probs, ids = _likeliest(probs, params.top_p)
+        weights *= weights >= params.min_p
+    ids = None
+    if 0 < params.top_k < len(weights):
+        weights, ids = weights.topk(params.top_k)
     if params.top_p < 1.0:
+        total = weights.sum(dtype=torch.float64)
+        if ids is None:
+            weights, ids = _likeliest(weights, total, params.top_p)
         # A token stays while those before it have not reached top_p; the first always does.
-        kept = probs.cumsum(0) - probs < params.top_p
-        probs = probs * kept / (probs * kept).sum()
-    return probs, ids
+        weights = weights * (weights.cumsum(0, dtype=torch.float64) - weights < params.top_p * total)
+    return weights, ids
 
 
-def _likeliest(probs: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in falling order that hold at least `mass`, not necessarily the fewest."""
-    if len(probs) > _NUCLEUS_GUESS:
-        values, ids = probs.topk(_NUCLEUS_GUESS)
-        if values.sum() >= mass:
-            return values, ids
-    values, ids = probs.sort(descending=True, stable=True)
-    return values, ids
+def _likeliest(weights: torch.Tensor, total: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in falling order that hold at least a share of the total weight, not necessarily the fewest.
+
+    Those that weigh less than an n-th of the rest are left out: n of them hold less than that rest. With a small n few
+    are left to sort; where they hold too little, n is the number of all, which is right whatever the weights are.
+    """
+    runs = _runs(weights)
+    highest = runs.amax(dim=1)
+    for count in (min(_NUCLEUS_GUESS, len(weights)), len(weights)):
+        floor = (1.0 - share) * total / count
+        with_some = (highest >= floor).nonzero()  # almost no run has any: they are all that is looked at
+        at = (runs[with_some[:, 0]] >= floor).nonzero()
+        ids = with_some[at[:, 0], 0] * _RUN + at[:, 1]
+        values = weights[ids]
+        if values.sum(dtype=torch.float64) >= share * total:
+            break
+    values, order = values.sort(descending=True, stable=True)
+    return values, ids[order]
 
 
 def _choose(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
-    """One row's token id, a scalar tensor: nothing here waits for the device."""
+    """One row's token id, a scalar tensor: but for a nucleus, nothing here waits for the device."""
     logits = state.shaped(logits)
     if state.params.temperature == 0:
         return logits.argmax()
-    probs, ids = probabilities(logits, state.params)
-    cumulative = probs.cumsum(0)
-    # Scaling by the total, not assuming 1, keeps rounding from pointing past the last candidate.
-    index = torch.searchsorted(cumulative, cumulative[-1:] * state.uniform(), right=True)[0]
+    weights, ids = candidates(logits, state.params)
+    index = _draw(weights, state.uniform())
     return index if ids is None else ids[index]
+
+
+def _draw(weights: torch.Tensor, uniform: float) -> torch.Tensor:
+    """Where a number in [0, 1) falls among weights laid end to end: a scalar index, never of one that is 0.
+
+    First in which run of them, then where in that: a running sum over all would take as long as all the rest.
+    """
+    runs = _runs(weights)
+    sums = runs.sum(dim=1).double()
+    ends = sums.cumsum(0)
+    # Scaling by the totals, and below them, keeps rounding from pointing past the last candidate.
+    target = ends[-1:] * uniform
+    run = torch.searchsorted(ends, target, right=True)
+    share = ((target - ends[run] + sums[run]) / sums[run]).clamp_(0.0, _BELOW_ONE)
+    within = runs[run].cumsum(1, dtype=torch.float64)
+    return (run * _RUN + torch.searchsorted(within, within[:, -1:] * share[:, None], right=True)[:, 0])[0]
+
+
+def _runs(weights: torch.Tensor) -> torch.Tensor:
+    """Weights in rows of neighbours, zeros after the last."""
+    missing = -len(weights) % _RUN
+    return (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).view(-1, _RUN)
 
 
 def _logprobs(logits: torch.Tensor, token: int, wanted: int | None) -> TokenLogprobs | None:

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import InvalidRequest, ModelError
-from pagoda.model.sampler import SampledToken, SamplerState, probabilities, sample
+from pagoda.model.sampler import SampledToken, SamplerState, candidates, sample
 
 VOCAB = 23
 
@@ -68,9 +68,9 @@ def test_distribution_is_exact(options):
     params = SamplingParams(**options)
     for seed in range(5):
         logits = logits_of(seed=seed)[0]
-        probs, ids = probabilities(logits, params)
+        weights, ids = candidates(logits, params)
         got = torch.zeros(VOCAB, dtype=torch.float64)
-        got[torch.arange(VOCAB) if ids is None else ids] = probs
+        got[torch.arange(VOCAB) if ids is None else ids] = weights.double() / weights.double().sum()
         torch.testing.assert_close(
             got, torch.tensor(reference_distribution(logits, params)).double(), atol=1e-6, rtol=1e-5
         )
@@ -80,10 +80,10 @@ def test_distribution_is_exact(options):
 def test_a_nucleus_wider_than_the_first_guess_is_found(top_p):
     params = SamplingParams(top_p=top_p)
     logits = logits_of(vocab=3000, seed=3)[0] * 0.01
-    probs, ids = probabilities(logits, params)
+    weights, ids = candidates(logits, params)
     assert ids is not None
     expected = reference_distribution(logits, params)
-    assert {i for i, p in zip(ids.tolist(), probs.tolist(), strict=True) if p > 0} == {
+    assert {i for i, p in zip(ids.tolist(), weights.tolist(), strict=True) if p > 0} == {
         i for i, p in enumerate(expected) if p > 0
     }
 
