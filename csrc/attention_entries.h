@@ -113,7 +113,7 @@ inline int turns(int count) { return (count + 3) / 4; }
 // Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_line((const char*)row + i);
 }
 template <typename T>
 inline void prefetch(const Entries<T>& entries, int turn, int64_t key_bytes, int64_t value_bytes) {

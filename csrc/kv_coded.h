@@ -45,8 +45,8 @@ public:
         gather<bf16>(a_, t_, s_, s_.keys->scales, head, begin, entries.count, key_scales_);
         gather<bf16>(a_, t_, s_, s_.values->scales, head, begin, entries.count, value_scales_);
         for_each_run(a_, t_, s_, then_begin, entries_[next_].count, [&](int64_t block, int64_t slot, int, int) {
-            __builtin_prefetch(number_at<bf16>(s_.keys->scales, then_head, block, slot));
-            __builtin_prefetch(number_at<bf16>(s_.values->scales, then_head, block, slot));
+            prefetch_line(number_at<bf16>(s_.keys->scales, then_head, block, slot));
+            prefetch_line(number_at<bf16>(s_.values->scales, then_head, block, slot));
         });
         return entries;
     }
