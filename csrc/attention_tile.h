@@ -196,7 +196,8 @@ inline void softmax_step(float* scores, int count, float& top, float& total, flo
 template <typename T>
 inline void load_queries(const AttentionArgs& a, const Tile& t, int kv_head, int64_t row_begin, int64_t rows, float* q) {
     const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
-    const float scale = query_scale(a);
+    const bool mixed = scaled_by_row(a.pool.keys);  // then queries are too: their products with keys stay what they were
+    const float scale = query_scale(a) / (float)(mixed ? mix_order(head_dim) : 1);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = row_begin + r;
         const T* from = (const T*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
@@ -204,6 +205,7 @@ inline void load_queries(const AttentionArgs& a, const Tile& t, int kv_head, int
         for_each_vector(head_dim, [&](int64_t i, int64_t lanes) {
             store(q + r * padded(head_dim) + i, load_lanes(from + i, lanes) * scale);
         });
+        if (mixed) mix(q + r * padded(head_dim), head_dim);
     }
 }
 

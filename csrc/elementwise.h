@@ -94,6 +94,16 @@ inline void put_entry(const PoolPart& part, int64_t head_dim, int64_t block, int
     }
 }
 
+// The same of a key.
+template <typename T>
+inline void put_key(const PoolPart& part, int64_t head_dim, int64_t block, int64_t slot, int head, const T* from) {
+    if (!scaled_by_row(part)) return put_entry(part, head_dim, block, slot, head, from);
+    alignas(64) float mixed[kMaxCodedDim];
+    for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store(mixed + i, load_lanes(from + i, lanes)); });
+    mix(mixed, head_dim);
+    put_entry(part, head_dim, block, slot, head, mixed);
+}
+
 // The parts that rows are written to, and where a row's block is in them.
 struct Target {
     const PoolPart &keys, &values;
@@ -118,7 +128,7 @@ void write_kv(const WriteArgs& a, int64_t row_begin, int64_t row_end) {
     for (int64_t row = row_begin; row < row_end; row++) {
         const int64_t block = to.block(a.slots[row]), slot = a.slots[row] % to.block_size;
         for (int head = 0; head < a.pool.num_kv_heads; head++) {
-            put_entry(to.keys, head_dim, block, slot, head, (const T*)a.k + row * a.k_row_stride + head * a.k_head_stride);
+            put_key(to.keys, head_dim, block, slot, head, (const T*)a.k + row * a.k_row_stride + head * a.k_head_stride);
             put_entry(to.values, head_dim, block, slot, head, (const T*)a.v + row * a.v_row_stride + head * a.v_head_stride);
         }
     }
@@ -178,7 +188,7 @@ void rope_write_kv(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
                 rotate(k, (T*)place_of(to.keys, block, slot, head), cos, sin, half);
             } else {
                 rotate(k, rotated, cos, sin, half);
-                put_entry(to.keys, head_dim, block, slot, head, rotated);
+                put_key(to.keys, head_dim, block, slot, head, rotated);
             }
             put_entry(to.values, head_dim, block, slot, head, (const T*)w.v + row * w.v_row_stride + head * w.v_head_stride);
         }

@@ -95,6 +95,34 @@ inline bf16 to_bf16(float value) {
 constexpr bf16 kNaN = {0x7fc0};
 constexpr float kLeastScale = 1.17549435e-38f;  // the least normal float32: its reciprocal is finite
 
+// Whether each entry has a scale of its own. Keys of such parts are stored mixed.
+inline bool scaled_by_row(const PoolPart& part) { return part.format >= kInt8 && part.format != kNibbles; }
+
+inline int64_t mix_order(int64_t dim) { return dim & -dim; }  // the greatest power of two that divides it
+// Multiplies each run of `mix_order` values with a Hadamard matrix, by sums and differences of values that are `apart`. Rounded as
+// the reference rounds, whatever the vectors' width. `x` is as long as whole vectors.
+inline void mix(float* x, int64_t dim) {
+    int64_t apart = mix_order(dim) / 2;
+    for (; apart >= kWidth; apart /= 2) {
+        for (int64_t run = 0; run < dim; run += 2 * apart) {
+            for (int64_t i = run; i < run + apart; i += kWidth) {
+                const Vec first = load(x + i), second = load(x + i + apart);
+                store(x + i, first + second);
+                store(x + i + apart, first - second);
+            }
+        }
+    }
+    IntVec lane;
+    for (int i = 0; i < kWidth; i++) lane[i] = i;
+    for (int near = (int)apart; near; near /= 2) {
+        const Vec sign = select((lane & near) != 0, splat(-1.0f), splat(1.0f));
+        for (int64_t i = 0; i < dim; i += kWidth) {
+            const Vec v = load(x + i);
+            store(x + i, __builtin_shuffle(v, lane ^ near) + v * sign);
+        }
+    }
+}
+
 // A sum of zeros that is not zero if a value is not finite.
 inline bool is_finite(Vec zeros) { return sum(zeros) == 0.0f; }
 

@@ -5,10 +5,14 @@
                              half of what the scale falls short of, as bfloat16; code = (x - zero) / scale, rounded,
                              within 0..15
 
-Rows are quantized over their head_dim: a scale for each token and head. A block of keys in nibbles is quantized over
-its tokens: a scale and a zero for each head and channel (KIVI, arXiv:2402.02750), since keys have channels that are
-large in every token. All arithmetic is float32, division by a scale is multiplication by its reciprocal, and rounding
-is to the nearest, ties to even. What is not finite makes its own scale or zero NaN, and so all that is read with it.
+Rows are quantized over their head_dim: a scale for each token and head. Keys have channels that are large in every
+token, and one scale for all would leave the others few codes. So such rows of keys are mixed first, by a Hadamard
+matrix that spreads each channel over all (QuaRot, arXiv:2404.00456), and so are the queries that meet them. A block of
+keys in nibbles is quantized over its tokens instead: a scale and a zero for each head and channel (KIVI,
+arXiv:2402.02750).
+
+All arithmetic is float32, division by a scale is multiplication by its reciprocal, and rounding is to the nearest, ties
+to even. What is not finite makes its own scale or zero NaN, and so all that is read with it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,29 @@ import torch
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _LEAST_SCALE = 2.0**-126  # the least normal float32: its reciprocal is finite
 _MOST_SCALE_CODE = 0x7BFF >> 7  # the largest finite float16
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """Float32 products of Hadamard matrices with runs of the last dimension, each as long as a power of two divides it.
+
+    By sums and differences of values that are half a run apart, then a quarter, and so on.
+    """
+    mixed, apart = x.float(), _mix_order(x) // 2
+    while apart:
+        first, second = mixed.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        mixed = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        apart //= 2
+    return mixed
+
+
+def unmix(mixed: torch.Tensor) -> torch.Tensor:
+    """What was mixed: the matrix is symmetric, and its square its order times one."""
+    return mix(mixed) / _mix_order(mixed)
+
+
+def _mix_order(x: torch.Tensor) -> int:
+    dim = x.shape[-1]
+    return dim & -dim
 
 
 def encode_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pagoda.errors import KernelError
-from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows
+from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows, mix, unmix
 from pagoda.kernels.recall import recall_entries as recall_entries
 from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
 
@@ -61,7 +61,7 @@ def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch
     _check_range("slot_mapping", slot_mapping, num_blocks * block_size)
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     if view.staging is None:
-        _write_rows(view.keys, view.key_scales, view.key_zeros, k, blocks, offsets)
+        _write_rows(view.keys, view.key_scales, view.key_zeros, mix(k) if view.keys_are_mixed else k, blocks, offsets)
         _write_rows(view.values, view.value_scales, view.value_zeros, v, blocks, offsets)
         return
     staged = _staged(view.staging, blocks)
@@ -237,6 +237,7 @@ def _gather(view: KVView, blocks: torch.Tensor, first: int, last: int) -> tuple[
             entries = of_blocks.float()
         elif zeros is None:
             entries = decode_rows(of_blocks, scales[ids])
+            entries = unmix(entries) if codes is view.keys else entries
         else:
             entries = decode_nibbles(of_blocks, scales[ids], zeros[ids], dim)
         entries = entries.transpose(0, 1).flatten(1, 2)

@@ -48,7 +48,7 @@ class KVView:
     Quantized ones are codes, and come with scales; keys and values may differ in format, which their dtype says:
 
         codes           scales                              zeros            a value is
-        float8, int8    bf16 [blocks, heads, block_size]    none             code * scale
+        float8, int8    bf16 [blocks, heads, block_size]    none             code * scale, of keys after `unmix`
         uint8 values    uint8, the same                     bf16, the same   zero + code * scale
         uint8 keys      uint8 [blocks, heads, head_dim]     bf16, the same   zero + code * scale
 
@@ -104,6 +104,11 @@ class KVView:
     def is_quantized(self) -> bool:
         """Whether keys or values are codes."""
         return self.key_scales is not None or self.value_scales is not None
+
+    @property
+    def keys_are_mixed(self) -> bool:
+        """Whether the keys' codes are of keys that `mix` (quantized.py) had spread over all channels."""
+        return self.key_scales is not None and self.key_zeros is None
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether keys and values are stored as they are, in this dtype."""

@@ -53,11 +53,15 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """A named array that a block holds for one layer: its shape in one block, and its dtype (a key of DTYPE_BYTES)."""
+    """A named array that a block holds for one layer: its shape in one block, and its dtype (a key of DTYPE_BYTES).
+
+    `basis` names what its rows were multiplied with, if they were: blocks in another basis are other blocks.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    basis: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -274,9 +278,15 @@ class KVLayout:
         Args:
             identity: what else decides the bytes: content hashes of weights and adapter, RoPE parameters, kv_format.
         """
-        described = [[[(p.name, p.shape, p.dtype) for p in layer.parts], layer.window] for layer in self.layers]
+        described = [[[_described(part) for part in layer.parts], layer.window] for layer in self.layers]
         canonical = json.dumps([self.block_size, described, dict(identity)], sort_keys=True)
         return hashlib.sha256(canonical.encode()).digest()
+
+
+def _described(part: PartSpec) -> tuple[object, ...]:
+    """What of a part decides the meaning of its bytes."""
+    plain = part.name, part.shape, part.dtype
+    return (*plain, part.basis) if part.basis else plain
 
 
 def _group(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:

@@ -18,6 +18,8 @@ from pagoda.kernels.quantized import (
     decode_scales,
     encode_nibbles,
     encode_rows,
+    mix,
+    unmix,
 )
 from tests.kernels.quantized_pools import Written, make_view
 
@@ -70,6 +72,27 @@ def test_zeros_and_constants_are_exact() -> None:
         assert torch.equal(decode_nibbles(*encode_nibbles(x, -2), -2), x)
 
 
+@pytest.mark.parametrize("dim", [1, 6, 8, 64, 80, 256])
+def test_mixing_is_a_hadamard_matrix_and_undoes_itself(dim: int) -> None:
+    x = normal(7, 3, dim)
+    order = dim & -dim
+    matrix = torch.ones(1, 1)
+    while len(matrix) < order:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    torch.testing.assert_close(mix(x), (x.unflatten(-1, (-1, order)) @ matrix).flatten(-2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unmix(mix(x)), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_mixed_keys_with_large_channels_lose_less_of_their_products(dtype: torch.dtype) -> None:
+    keys, queries = normal(500, 64), normal(20, 64, seed=1)
+    keys[:, [3, 40]] += torch.tensor([30.0, -20.0])
+    queries[:, [3, 40]] *= 0.1
+    plain, mixed = (decode_rows(*encode_rows(each, dtype)) for each in (keys, mix(keys)))
+    off = [(queries @ (read - keys).T).square().mean().sqrt() for read in (plain, unmix(mixed))]
+    assert off[1] < 0.7 * off[0]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_makes_its_own_scale_nan_and_no_other(bad: float) -> None:
     x = normal(4, 2, 16, 8)
@@ -94,7 +117,8 @@ def as_read(written: Written, name: str) -> torch.Tensor:
     if codes.dtype.is_floating_point and codes.itemsize > 1:
         return x.to(codes.dtype).float()
     if codes.dtype != torch.uint8:
-        return decode_rows(*encode_rows(x, codes.dtype))
+        read = decode_rows(*encode_rows(mix(x) if name == "keys" else x, codes.dtype))
+        return unmix(read) if name == "keys" else read
     if name == "values":
         return decode_nibbles(*encode_nibbles(x, -1), -1)
     blocks = x[: len(x) // size * size].unflatten(0, (-1, size)).transpose(1, 2)

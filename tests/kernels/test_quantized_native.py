@@ -46,8 +46,10 @@ def widened(written: Written) -> Written:
 
 
 def check_chunks(written: Written, bounds: list[int], **options: object) -> None:
-    # On tiles, a key of four bits is rounded to BF16.
-    rounded = written.q.dtype == torch.bfloat16 and "int4" in (written.view.key_format, written.view.value_format)
+    # On tiles, a key of four bits is rounded to BF16, and so is a query that was mixed.
+    rounded = written.q.dtype == torch.bfloat16 and (
+        written.view.keys_are_mixed or "int4" in (written.view.key_format, written.view.value_format)
+    )
     for start, stop in itertools.pairwise(bounds):
         written.stage(start, stop)
         native.write_kv(written.view, written.k[start:stop], written.v[start:stop], written.slots(start, stop))

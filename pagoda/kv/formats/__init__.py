@@ -2,15 +2,15 @@
 
     name               bytes of a value   beside them                                        read by its own block
     fp32, bf16, fp16   4, 2, 2            nothing                                            as stored
-    fp8_e4m3, _e5m2    1                  a scale per token and head, 2 bytes                as stored
-    int8               1                  a scale per token and head, 2 bytes                as stored
+    fp8_e4m3, _e5m2    1                  a scale per token and head, 2 bytes                as stored, keys mixed
+    int8               1                  a scale per token and head, 2 bytes                as stored, keys mixed
     int4               1/2                keys: scale and zero per channel of a block,       in full
                                           values: per token; 3 bytes each
 
 Keys and values may have different formats: `int8/int4` is keys in INT8 and values in INT4. Keys in INT4 are quantized a
 block at a time, so a block that is being filled is kept in full beside the pool (`LayerSpec.staged`), which its own
 tokens read, and hits end where blocks end. All other formats quantize a token as it is written, and every token reads
-every key so.
+every key so. Keys that have a scale per token are mixed first, which spreads large channels over all (mixed.py).
 
 One file a format. A format says which parts it keeps (metadata, for layouts and plans) and encodes and decodes whole
 blocks in numpy (for tiers and audits); the kernels do it a token at a time in kernels/quantized.py, to the same bytes.
@@ -25,17 +25,23 @@ from pagoda.kv.formats.base import PartFormat
 from pagoda.kv.formats.fp8 import FP8_E4M3, FP8_E5M2
 from pagoda.kv.formats.int4 import INT4_CHANNELS, INT4_ROWS
 from pagoda.kv.formats.int8 import INT8
+from pagoda.kv.formats.mixed import Mixed
 from pagoda.kv.formats.plain import BF16, FP16, FP32
 from pagoda.kv.layout import LayerSpec
 
 __all__ = ["FORMATS", "PART_FORMATS", "KVFormat", "PartFormat", "parse_format", "plain_format"]
 
 _BY_ROW: dict[str, PartFormat] = {each.name: each for each in (FP32, BF16, FP16, FP8_E4M3, FP8_E5M2, INT8, INT4_ROWS)}
+_OF_KEYS: dict[str, PartFormat] = {
+    **_BY_ROW,
+    **{each.name: Mixed(each) for each in (FP8_E4M3, FP8_E5M2, INT8)},
+    INT4_CHANNELS.name: INT4_CHANNELS,
+}
 FORMATS = tuple(_BY_ROW)
 PART_FORMATS: dict[tuple[bool, str], PartFormat] = {
-    (is_keys, each.parts("any", 1, 1, 2)[0].dtype): INT4_CHANNELS if is_keys and each is INT4_ROWS else each
-    for each in _BY_ROW.values()
-    for is_keys in (False, True)
+    (is_keys, each.parts("any", 1, 1, 2)[0].dtype): each
+    for is_keys, formats in ((False, _BY_ROW), (True, _OF_KEYS))
+    for each in formats.values()
 }
 """The format of codes of a dtype, for keys and for other parts."""
 _PLAIN_OF_DTYPE = {each.dtype: each for each in (FP32, BF16, FP16)}
@@ -96,7 +102,7 @@ def parse_format(name: str) -> KVFormat:
             raise ConfigError(
                 f"no KV format is called {each!r}; there are {', '.join(FORMATS)}, and KEYS/VALUES of them"
             )
-    return KVFormat(INT4_CHANNELS if keys == INT4_CHANNELS.name else _BY_ROW[keys], _BY_ROW[values])
+    return KVFormat(_OF_KEYS[keys], _BY_ROW[values])
 
 
 def plain_format(dtype: str) -> KVFormat:

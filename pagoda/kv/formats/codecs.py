@@ -27,11 +27,13 @@ class BlockCodec(ABC):
 
     Attributes:
         name: as a tier's SPEC gives it.
+        stored_as: what decides the meaning of the bytes, within 64 bytes of ASCII; names of records depend on it.
         is_lossy: whether a block comes back changed.
         most_bytes: of a stored block.
     """
 
     name: str
+    stored_as: str
     is_lossy: bool
     most_bytes: int
 
@@ -53,6 +55,8 @@ class FormatCodec(BlockCodec):
         self.name = kv_format
         self._layout = layout
         self._stored = KVLayout([_stored_layer(layer, kv_format) for layer in layout.layers], layout.block_size)
+        bases = {part.basis for layer in self._stored.layers for part in layer.parts} - {""}
+        self.stored_as = " ".join([kv_format, *sorted(bases)])
         self.most_bytes = self._stored.block_bytes
 
     def encode(self, group: int, block: Bytes) -> Bytes:
@@ -84,7 +88,7 @@ class SplitCodec(BlockCodec):
     stored   a flag and a length for each plane | plane | plane | ...
     """
 
-    name = "split"
+    name = stored_as = "split"
     is_lossy = False
     _head = np.dtype([("is_packed", "<u4"), ("num_bytes", "<u4")])
 

@@ -1,4 +1,7 @@
-"""INT8: a scale per token and head. What the largest magnitude is divided by is 127, so that codes are symmetric."""
+"""INT8: a scale per token and head, keys mixed first (mixed.py).
+
+What the largest magnitude is divided by is 127, so that codes are symmetric.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CodedTier(WrappedTier):
         self._block_bytes = block_bytes
 
     def _stored_id(self, record: RecordId) -> RecordId:
-        key = hashlib.blake2b(record.key, key=self._codec.name.encode(), digest_size=KEY_BYTES).digest()
+        key = hashlib.blake2b(record.key, key=self._codec.stored_as.encode(), digest_size=KEY_BYTES).digest()
         return replace(record, key=BlockKey(key))
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
