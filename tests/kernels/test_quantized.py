@@ -83,14 +83,13 @@ def test_mixing_is_a_hadamard_matrix_and_undoes_itself(dim: int) -> None:
     torch.testing.assert_close(unmix(mix(x)), x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_mixed_keys_with_large_channels_lose_less_of_their_products(dtype: torch.dtype) -> None:
+def test_mixed_keys_with_large_channels_lose_less_of_their_products() -> None:
     keys, queries = normal(500, 64), normal(20, 64, seed=1)
     keys[:, [3, 40]] += torch.tensor([30.0, -20.0])
     queries[:, [3, 40]] *= 0.1
-    plain, mixed = (decode_rows(*encode_rows(each, dtype)) for each in (keys, mix(keys)))
+    plain, mixed = (decode_rows(*encode_rows(each, torch.int8)) for each in (keys, mix(keys)))
     off = [(queries @ (read - keys).T).square().mean().sqrt() for read in (plain, unmix(mixed))]
-    assert off[1] < 0.7 * off[0]
+    assert off[1] < 0.5 * off[0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
