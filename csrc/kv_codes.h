@@ -114,12 +114,14 @@ inline void mix(float* x, int64_t dim) {
     }
     IntVec lane;
     for (int i = 0; i < kWidth; i++) lane[i] = i;
-    for (int near = (int)apart; near; near /= 2) {
-        const Vec sign = select((lane & near) != 0, splat(-1.0f), splat(1.0f));
-        for (int64_t i = 0; i < dim; i += kWidth) {
-            const Vec v = load(x + i);
-            store(x + i, __builtin_shuffle(v, lane ^ near) + v * sign);
+    for (int64_t i = 0; i < dim; i += kWidth) {
+        Vec v = load(x + i);
+#pragma GCC unroll 4
+        for (int near = kWidth / 2; near; near /= 2) {
+            if (near > apart) continue;
+            v = __builtin_shuffle(v, lane ^ near) + select((lane & near) != 0, -v, v);
         }
+        store(x + i, v);
     }
 }
 
