@@ -29,9 +29,9 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
     By sums and differences of values that are half a run apart, then a quarter, and so on.
     """
-    mixed, apart = x.float(), _mix_order(x) // 2
+    mixed, apart = x.float().contiguous(), _mix_order(x) // 2
     while apart:
-        first, second = mixed.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        first, second = mixed.view(*x.shape[:-1], -1, 2, apart).unbind(-2)
         mixed = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         apart //= 2
     return mixed

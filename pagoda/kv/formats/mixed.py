@@ -59,5 +59,5 @@ def _mix(values: Floats) -> Floats:
 
 
 def _order(values: Floats) -> int:
-    width = values.shape[-1]
+    width: int = values.shape[-1]
     return width & -width
