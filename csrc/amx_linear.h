@@ -5,10 +5,11 @@
 //
 // A panel is two such tiles of outputs. It meets two blocks of rows at a time: four accumulators, so that each tile that
 // is loaded is used twice, and a panel's W comes from the L1 cache for all rows but the first. INT8 codes of W meet one
-// block of fixed x at a time, whose high and low bytes take the place of two blocks.
+// block of fixed x at a time, whose high and low bytes take the place of two blocks. A compact W is expanded into the cache while
+// the first rows meet it.
 #pragma once
 
-#include "amx.h"
+#include "amx_expand.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -33,7 +34,7 @@ struct Panel {
 inline Panel panel_at(const TileLinearArgs& a, int64_t index, int64_t begin, int64_t end) {
     const bool gated = a.sink == Sink::kSwiGlu;
     const int64_t outs = panel_outs(a.sink), whole = (end - begin) / outs;
-    const bool apart = index < whole && (gated || a.sink == Sink::kAddLanes);
+    const bool apart = index < whole && !a.weight.is_compact() && (gated || a.sink == Sink::kAddLanes);
     Panel p;
     p.apart = apart ? whole : 1;
     p.tiles = gated || index < whole ? 2 : 1;
@@ -157,22 +158,50 @@ inline void prefetch(const TileLinearArgs& a, const Panel& p, int64_t i, int64_t
     }
 }
 
-template <int kBlocks>
-inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgoing<false>& outgoing) {
-    const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
-    const bf16 *w0 = (const bf16*)p.w[0], *w1 = (const bf16*)p.w[1];
+// W of a panel as it lies.
+struct InPlacePanel {
+    const TileLinearArgs& a;
+    const Panel& p;
     // Where W comes from memory and two blocks are much to multiply it with, the processor does not look far enough ahead.
-    const bool from_memory = kBlocks == 2 && a.rows <= 2 * kTileSide;
+    const bool from_memory;
+
+    int64_t step() const { return p.step; }
+    void before(int64_t i) const {
+        if (from_memory) prefetch(a, p, i, 4 * kTileDepth);
+    }
+    const void* tile(int which, int64_t i) const { return p.w[which] + i * (int64_t)sizeof(bf16); }
+};
+
+// W of a compact panel, `kAhead` products before it is needed, or once it is expanded.
+template <bool kExpands>
+struct CompactPanel {
+    static constexpr int kAhead = 3;
+    ExpandedPanel& expanded;
+
+    int64_t step() const { return kTileRowBytes; }
+    void before(int64_t i) const {
+        if (!kExpands) return;
+        if (i == 0) {
+            for (int pair = 0; pair < kAhead; pair++) expanded.expand();
+        }
+        expanded.expand();
+    }
+    const void* tile(int which, int64_t i) const { return expanded.pair(i / kTileDepth) + which * kTileValues; }
+};
+
+template <int kBlocks, typename W>
+inline void multiply(const TileLinearArgs& a, const Panel& p, const W& w, int64_t row, Outgoing<false>& outgoing) {
+    const bf16 *x = a.packed_x + row * a.num_in, *next = x + kTileSide * a.num_in;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < a.num_in; i += kTileDepth) {
-        if (from_memory) prefetch(a, p, i, 4 * kTileDepth);
+        w.before(i);
         _tile_loadd(6, x + i * kTileSide, kTileRowBytes);
-        _tile_loadd(4, w0 + i, p.step);
+        _tile_loadd(4, w.tile(0, i), w.step());
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, w1 + i, p.step);
+        _tile_loadd(5, w.tile(1, i), w.step());
         _tile_dpbf16ps(1, 5, 6);
         if (kBlocks == 2) {
             _tile_loadd(7, next + i * kTileSide, kTileRowBytes);
@@ -182,6 +211,27 @@ inline void multiply(const TileLinearArgs& a, const Panel& p, int64_t row, Outgo
         outgoing.some();
     }
     outgoing.take(p, row, kBlocks);
+}
+
+// One or two blocks of rows.
+template <typename W>
+inline void multiply(const TileLinearArgs& a, const Panel& p, const W& w, int64_t row, Outgoing<false>& outgoing) {
+    if (row + kTileSide < a.rows) return multiply<2>(a, p, w, row, outgoing);
+    multiply<1>(a, p, w, row, outgoing);
+}
+
+inline void multiply_compact(const TileLinearArgs& a, const Panel& p, int64_t row_begin, int64_t row_end, void* expanded,
+                             Outgoing<false>& outgoing) {
+    ExpandedPanel panel(a.weight, a.num_in, p.out, expanded, row_end - row_begin > 2 * kTileSide);
+    multiply(a, p, CompactPanel<true>{panel}, row_begin, outgoing);
+    for (int64_t row = row_begin + 2 * kTileSide; row < row_end; row += 2 * kTileSide) {
+        multiply(a, p, CompactPanel<false>{panel}, row, outgoing);
+    }
+}
+
+inline void multiply_in_place(const TileLinearArgs& a, const Panel& p, int64_t row_begin, int64_t row_end, Outgoing<false>& outgoing) {
+    const bool from_memory = a.rows > kTileSide && a.rows <= 2 * kTileSide;
+    for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) multiply(a, p, InPlacePanel{a, p, from_memory}, row, outgoing);
 }
 
 // The same with codes of W and one block of fixed x.
@@ -207,30 +257,27 @@ inline void multiply_codes(const TileLinearArgs& a, const Panel& p, int64_t row,
 }
 
 template <bool kCodes>
-inline void tile_linear_of(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end) {
+inline void tile_linear_of(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end,
+                           void* expanded) {
     const TileConfig configured;
     Outgoing<kCodes> outgoing(a);
     const int64_t outs = panel_outs(a.sink), panels = (out_end - out_begin + outs - 1) / outs;
     for (int64_t i = 0; i < panels; i++) {
         const Panel p = panel_at(a, i, out_begin, out_end);
-        for (int64_t row = row_begin; row < row_end; row += 2 * kTileSide) {
-            const bool two = row + kTileSide < a.rows;
-            if constexpr (kCodes) {
-                multiply_codes(a, p, row, outgoing);
-                if (two) multiply_codes(a, p, row + kTileSide, outgoing);
-            } else if (two) {
-                multiply<2>(a, p, row, outgoing);
-            } else {
-                multiply<1>(a, p, row, outgoing);
-            }
+        if constexpr (kCodes) {
+            for (int64_t row = row_begin; row < row_end; row += kTileSide) multiply_codes(a, p, row, outgoing);
+        } else if (a.weight.is_compact()) {
+            multiply_compact(a, p, row_begin, row_end, expanded, outgoing);
+        } else {
+            multiply_in_place(a, p, row_begin, row_end, outgoing);
         }
     }
     outgoing.finish();
 }
 
-void tile_linear(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end) {
-    if (a.weight.scales) return tile_linear_of<true>(a, out_begin, out_end, row_begin, row_end);
-    tile_linear_of<false>(a, out_begin, out_end, row_begin, row_end);
+void tile_linear(const TileLinearArgs& a, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end, void* expanded) {
+    if (a.weight.scales) return tile_linear_of<true>(a, out_begin, out_end, row_begin, row_end, expanded);
+    tile_linear_of<false>(a, out_begin, out_end, row_begin, row_end, expanded);
 }
 
 }  // namespace

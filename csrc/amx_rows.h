@@ -6,10 +6,26 @@
 namespace pagoda::PAGODA_ISA {
 namespace {
 
-// dim is a multiple of 16.
+// The rows from `first` on, of a compact embedding.
+inline void embed_compact(const EmbedArgs& a, int64_t first, float* to) {
+    for (int i = 0; i < kTileSide; i++) {
+        const int64_t token = first + i < a.rows ? a.token_ids[first + i] : 0;
+        Strip strip(a.embedding, a.dim, token / kStripRows);
+        for (int64_t d = 0; d < a.dim; d += kCompactDepth) {
+            alignas(64) bf16 values[kCompactDepth];
+            strip.expand_row((int)(token % kStripRows), values);
+            for (int64_t column = 0; column < kCompactDepth; column++) {
+                to[(d + column) * kTileSide + i] = first + i < a.rows ? scalar(values[column]) : 0;
+            }
+        }
+    }
+}
+
+// dim is a multiple of 16; of 32 if the embedding is compact.
 void tile_embed(const EmbedArgs& a, int64_t block) {
     const int64_t first = block * kTileSide;
     float* to = a.lanes + first * a.dim;
+    if (a.embedding.is_compact()) return embed_compact(a, first, to);
     auto values = [&](int64_t token, int64_t d) {
         const int64_t at = token * a.dim + d;
         if (!a.embedding.scales) return load((const bf16*)a.embedding.values + at);

@@ -216,8 +216,10 @@ private:
         const int64_t tasks = divided_up(divided_up(panels, panels_together(weight, num_in, rows_)), threads_) * threads_;
         const int64_t outs = std::max<int64_t>(1, panels / tasks) * panel_outs(sink), groups = divided_up(num_out, outs);
         share_(groups * chunks, [&](int64_t i) {
+            thread_local ThreadScratch expanded;
             const int64_t out = i % groups * outs, begin = i / groups * rows_at_once;
-            tiles_.linear(args, out, std::min(out + outs, num_out), begin, std::min(begin + rows_at_once, rows_));
+            tiles_.linear(args, out, std::min(out + outs, num_out), begin, std::min(begin + rows_at_once, rows_),
+                          expanded.at_least(expanded_bytes(weight, num_in, rows_)));
         });
     }
 

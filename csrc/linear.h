@@ -1,8 +1,8 @@
-// y = x W^T + bias for BF16 rows and a W of BF16 or INT8 codes. For few rows the time is that of reading W once, so W streams
+// y = x W^T + bias for BF16 rows and a W of BF16, compact or not, or of INT8 codes. For few rows the time is that of reading W once, so W streams
 // and x stays in cache.
 //
-// With AMX the tiles of amx_linear.h do it. Elsewhere, and for what does not fill tiles, W and x are widened to float32
-// vectors.
+// With AMX the tiles of amx_linear.h do it. Elsewhere, and for what does not fill tiles (a compact W always does), W and x are widened
+// to float32 vectors.
 #pragma once
 
 #include "vec.h"
@@ -102,14 +102,14 @@ void linear_pack(const LinearArgs& a, void* packed_x, int64_t block) {
     if (a.weight.scales) fix_block(to, a.num_in, units_of(a, packed_x) + row);
 }
 
-void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_t out_end) {
+void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_t out_end, void* expanded) {
     if (!fills_tiles(a)) return linear_vectors(a, out_begin, out_end);
     const TileLinearArgs tiles = {(const bf16*)packed_x, units_of(a, packed_x), a.weight, (const bf16*)a.bias, a.out,
                                   a.weight_row_stride, a.rows, a.num_in, a.num_out, Sink::kRows};
     constexpr int64_t kPair = 2 * kTileSide;
     const int64_t rows_at_once = larger<int64_t>(1, kCachedX / (kPair * a.num_in * (int64_t)sizeof(bf16))) * kPair;
     for (int64_t row = 0; row < a.rows; row += rows_at_once) {
-        tile_linear(tiles, out_begin, out_end, row, smaller(row + rows_at_once, a.rows));
+        tile_linear(tiles, out_begin, out_end, row, smaller(row + rows_at_once, a.rows), expanded);
     }
 }
 
@@ -117,7 +117,7 @@ void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_
 
 int64_t linear_scratch_bytes(const LinearArgs&) { return 0; }
 void linear_pack(const LinearArgs&, void*, int64_t) {}
-void linear(const LinearArgs& a, const void*, int64_t out_begin, int64_t out_end) { linear_vectors(a, out_begin, out_end); }
+void linear(const LinearArgs& a, const void*, int64_t out_begin, int64_t out_end, void*) { linear_vectors(a, out_begin, out_end); }
 
 #endif
 

@@ -56,8 +56,8 @@ WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool
             .pool = pool};
 }
 
-// addresses of the values, and of the scales of codes
-using MatrixAt = std::tuple<uintptr_t, uintptr_t>;
+// addresses of the values; of the scales of codes; of the high bytes, the first exceptions and the exceptions of a compact matrix
+using MatrixAt = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 // Matrices and vectors in the order of LayerTensors, then group and window (0: none).
 using Layer = std::tuple<std::vector<MatrixAt>, std::vector<uintptr_t>, int, int64_t>;
 // block table, its row stride, max_blocks, slots, shared prefixes, how many
@@ -121,7 +121,11 @@ LayerStep layer_step(const LayerStepAt& step, const Pool& pool) {
 
 int64_t window_or_none(int64_t window) { return window > 0 ? window : std::numeric_limits<int64_t>::max(); }
 
-Matrix matrix(const MatrixAt& m) { return {at<const void>(std::get<0>(m)), at<const float>(std::get<1>(m))}; }
+Matrix matrix(const MatrixAt& m) {
+    const auto& [values, scales, high_bytes, first_exceptions, exceptions] = m;
+    return {at<const void>(values), at<const float>(scales),
+            {at<const uint8_t>(high_bytes), at<const int64_t>(first_exceptions), at<const Exception>(exceptions)}};
+}
 
 LayerTensors layer_tensors(const Layer& layer) {
     const auto& [matrices, vectors, group, window] = layer;
@@ -241,6 +245,22 @@ NB_MODULE(_native, m) {
                     .num_in = num_in,
                     .num_out = num_out},
                    threads);
+        },
+        release);
+
+    m.def(
+        "plan_compact",
+        [](uintptr_t values, int64_t num_out, int64_t num_in, uintptr_t high_bytes, uintptr_t first_exceptions, int threads) {
+            plan_compact(at<const uint16_t>(values), num_out, num_in, at<uint8_t>(high_bytes), at<int64_t>(first_exceptions), threads);
+        },
+        release);
+
+    m.def(
+        "compact",
+        [](uintptr_t values, int64_t num_out, int64_t num_in, const MatrixAt& to, int threads) {
+            const auto& [strips, scales, high_bytes, first_exceptions, exceptions] = to;
+            compact(at<const uint16_t>(values), num_out, num_in, at<const uint8_t>(high_bytes), at<const int64_t>(first_exceptions),
+                    at<uint8_t>(strips), at<Exception>(exceptions), threads);
         },
         release);
 

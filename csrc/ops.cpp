@@ -95,7 +95,9 @@ void linear(const LinearArgs& args, int threads) {
         for (int64_t block = begin; block < end; block++) isa().linear_pack(args, packed, block);
     });
     parallel_ranges((args.num_out + kOuts - 1) / kOuts, grain(kOuts * args.num_in), threads, [&](int64_t begin, int64_t end) {
-        isa().linear(args, packed, begin * kOuts, std::min(end * kOuts, args.num_out));
+        thread_local ThreadScratch expanded;
+        isa().linear(args, packed, begin * kOuts, std::min(end * kOuts, args.num_out),
+                     expanded.at_least(expanded_bytes(args.weight, args.num_in, args.rows)));
     });
 }
 

@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "compact.h"
+
 namespace pagoda {
 
 struct bf16 {
@@ -25,10 +27,13 @@ enum DType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kNumDTypes = 3 };
 
 // Strides count elements everywhere.
 
-// [out, in], rows one after the other: BF16, or INT8 codes of which output `o`'s are in units of `scales[o]`.
+// [out, in], rows one after the other: BF16, or INT8 codes of which output `o`'s are in units of `scales[o]`. Or BF16 made compact (compact.h).
 struct Matrix {
     const void* values;
     const float* scales;  // null: BF16
+    Compact compact;
+
+    constexpr bool is_compact() const { return compact.high_bytes != nullptr; }
 };
 
 // How keys or values are stored: as a DType, or as codes (KVView in pagoda/kernels/types.py). The values are what Python passes.
@@ -203,6 +208,12 @@ constexpr int64_t panels_together(const Matrix& weight, int64_t num_in, int64_t 
     return rows > kFewRows ? 1 : together < kMost ? together : kMost;
 }
 
+// Memory that a task needs to expand a panel: whole if other rows meet it again, else what the next few products need.
+constexpr int64_t kTilePair = 2 * kTileValues * 2, kPairsAtHand = 8;
+constexpr int64_t expanded_bytes(const Matrix& weight, int64_t num_in, int64_t rows) {
+    return !weight.is_compact() ? 0 : kTilePair * (rows > 2 * kStripRows ? num_in / kCompactDepth : kPairsAtHand);
+}
+
 struct TileLinearArgs {
     const bf16* packed_x;
     const float* x_units;  // of fixed rows; not read with a BF16 weight
@@ -257,7 +268,7 @@ struct TileTable {
     void (*fix)(const FixArgs&, int64_t block);
     void (*select)(const SelectLanesArgs&, int64_t block);
     // Outputs [out_begin, out_end), whole panels but at the end of the matrix, of the rows [row_begin, row_end), whole pairs of blocks.
-    void (*linear)(const TileLinearArgs&, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end);
+    void (*linear)(const TileLinearArgs&, int64_t out_begin, int64_t out_end, int64_t row_begin, int64_t row_end, void* expanded);
 };
 
 struct IsaTable {
@@ -278,7 +289,7 @@ struct IsaTable {
     // Outputs [out_begin, out_end) of all rows; x and out are BF16. `packed_x` is what linear_pack wrote for each block of 16 rows.
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);
-    void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end);
+    void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end, void* expanded);
     const TileTable* tiles;  // null: this instruction set has no matrix tiles
 };
 

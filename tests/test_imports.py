@@ -5,7 +5,7 @@
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (types), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
-    kv, kernels ──> errors, files and kinds, which everyone may import
+    kv, kernels ──> errors, files, kinds and memory, which everyone may import
 
 Every import counts: inside functions, because a lazy dependency is one; under TYPE_CHECKING too, because a package
 that names another's types cannot be read, type-checked or changed without it.
@@ -60,11 +60,12 @@ METADATA = (
 
 # What a package may import besides itself and what everyone may: a name covers everything below it, and "a:B" is
 # only B from a.
-EVERYONE = ("errors", "files", "kinds", ":__version__")
+EVERYONE = ("errors", "files", "kinds", "memory", ":__version__")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "files": (),
     "kinds": (),
+    "memory": (),
     "config": (),
     "kernels": ("_native",),
     "kv": (),
@@ -99,12 +100,11 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "directives": (),
     "lease": ("block_table", "directives", "keys", "lineage", "radix_node"),
     "computing": ("keys", "lease", "lineage", "radix_node"),
-    "pages": (),
-    "pool": ("layout", "pages"),
+    "pool": ("layout",),
     "staging": ("layout", "pool", "room"),
     "room": ("layout",),
     "formats": ("layout",),
-    "tiers": ("formats", "keys", "layout", "pages", "sizes", "tenants"),
+    "tiers": ("formats", "keys", "layout", "sizes", "tenants"),
     "speed": (),
     "breaker": (),
     "workers": (),

@@ -15,14 +15,15 @@ The memory that attention reads, for one layer:
              row i of n sees entries 0 .. context_len - n + i
 
 `dispatch` holds the public functions and picks the backend; `checks` the argument rules; `reference` is the oracle in
-torch, and `quantized` what it does to codes and scales; `native` calls the C++ in csrc/. Nothing here keeps a reference
-to a tensor after it returns.
+torch, and `quantized` what it does to codes and scales; `matrices` are the forms that weights may have; `native` calls
+the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
 """
 
 from pagoda.kernels.cascade import find_shared_prefixes
 from pagoda.kernels.dispatch import (
     add_rms_norm,
     backend_name,
+    compacts_matrices,
     gelu_mul,
     linear,
     paged_attention,
@@ -34,12 +35,14 @@ from pagoda.kernels.dispatch import (
     write_kv,
 )
 from pagoda.kernels.fused import FusedDecoder, can_fuse
+from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
 from pagoda.kernels.recall import Recall
 from pagoda.kernels.steering import LayerStep, RowRecall, Steering
-from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
 
 __all__ = [
     "AttentionOutput",
+    "CompactMatrix",
     "FusedDecoder",
     "Int8Matrix",
     "KVView",
@@ -53,6 +56,7 @@ __all__ = [
     "add_rms_norm",
     "backend_name",
     "can_fuse",
+    "compacts_matrices",
     "find_shared_prefixes",
     "gelu_mul",
     "linear",

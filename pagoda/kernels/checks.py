@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels.types import FLOATS, KV_FORMATS, Int8Matrix, KVView, Matrix, Staging
+from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
+from pagoda.kernels.types import FLOATS, KV_FORMATS, KVView, Staging
 
 if TYPE_CHECKING:
     from pagoda.kernels.recall import Recall
@@ -40,12 +41,14 @@ def check_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> 
     """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype but for codes."""
     if isinstance(weight, Int8Matrix):
         _check_codes(weight)
-        values, fits = weight.codes, x.dtype in FLOATS
+        found, fits = _show(weight.codes), x.dtype in FLOATS
+    elif isinstance(weight, CompactMatrix):
+        found, fits = f"{list(weight.shape)} compact", x.dtype == torch.bfloat16
     else:
-        values, fits = weight, x.dtype == weight.dtype
-    if x.dim() != 2 or values.dim() != 2 or x.shape[1] != values.shape[1] or not fits:
+        found, fits = _show(weight), x.dtype == weight.dtype
+    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1] or not fits:
         raise KernelError(
-            f"linear needs x [rows, in] and weight [out, in] of one dtype, or int8; got {_show(x)}, {_show(values)}"
+            f"linear needs x [rows, in] and weight [out, in] of one dtype, or int8; got {_show(x)}, {found}"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
         raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {_show(bias)}")

@@ -15,8 +15,9 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import checks, reference
+from pagoda.kernels.matrices import Matrix
 from pagoda.kernels.recall import Recall
-from pagoda.kernels.types import AttentionOutput, KVView, Matrix, SharedPrefix
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 
 def _choose_backend() -> ModuleType:
@@ -46,6 +47,16 @@ _backend = _choose_backend()
 def backend_name() -> str:
     """`native` or `reference`: what runs for tensors in CPU memory."""
     return _backend.__name__.rpartition(".")[2]
+
+
+def compacts_matrices() -> bool:
+    """Whether the kernels of this machine multiply a CompactMatrix as it lies (Intel AMX)."""
+    if backend_name() != "native":
+        return False
+    import pagoda._native as _native
+
+    isa: str = _native.isa()
+    return isa == "amx"
 
 
 def _backend_for(tensor: torch.Tensor) -> ModuleType:
@@ -132,7 +143,7 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
 
     Args:
         x: `[rows, in]`.
-        weight: `[out, in]`, in the dtype of `x` or as int8 codes.
+        weight: `[out, in]`, in the dtype of `x`, or as int8 codes, or compact with an `x` of bfloat16.
         bias: `[out]`, or None.
 
     Returns:

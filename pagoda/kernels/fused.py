@@ -15,9 +15,10 @@ import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels import checks
-from pagoda.kernels.dispatch import backend_name
+from pagoda.kernels.dispatch import compacts_matrices
+from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix, matrix_at
 from pagoda.kernels.steering import NO_STEERING, Steering, steering_at
-from pagoda.kernels.types import Int8Matrix, KVView, Matrix, SharedPrefix
+from pagoda.kernels.types import KVView, SharedPrefix
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "input_norm", "q_norm", "k_norm", "mlp_norm")
@@ -107,8 +108,8 @@ class FusedDecoder:
         self._views: tuple[KVView, ...] = ()
         self._parts: list[tuple[object, ...]] = []
         self._native = _native.Decoder(
-            _matrix(embedding),
-            _matrix(lm_head),
+            matrix_at(embedding),
+            matrix_at(lm_head),
             final_norm.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -124,7 +125,7 @@ class FusedDecoder:
             scale,
             [
                 (
-                    [_matrix(getattr(layer, field)) for field in _MATRICES],
+                    [matrix_at(getattr(layer, field)) for field in _MATRICES],
                     [_address(getattr(layer, field)) for field in _VECTORS],
                     group,
                     window or 0,
@@ -265,14 +266,10 @@ class FusedDecoder:
 
 def can_fuse(layers: Sequence[LayerTensors], embedding: Matrix, lm_head: Matrix, head_dim: int) -> bool:
     """Whether this build, this CPU and these shapes allow a FusedDecoder: matrices of BF16 or codes that fill tiles."""
-    if backend_name() != "native":
-        return False
-    import pagoda._native as _native
-
     matrices = [lm_head, *(getattr(layer, field) for layer in layers for field in _MATRICES)]
     vectors = [v for layer in layers for v in (getattr(layer, field) for field in _VECTORS) if v is not None]
     return (
-        _native.isa() == "amx"
+        compacts_matrices()  # which takes matrix tiles, too
         and all(map(_fills_tiles, matrices))
         and _is_plain(embedding)
         and all(map(_is_plain, vectors))
@@ -283,6 +280,8 @@ def can_fuse(layers: Sequence[LayerTensors], embedding: Matrix, lm_head: Matrix,
 
 
 def _is_plain(tensor: Matrix) -> bool:
+    if isinstance(tensor, CompactMatrix):
+        return True
     values, dtype = (tensor.codes, torch.int8) if isinstance(tensor, Int8Matrix) else (tensor, torch.bfloat16)
     return values.is_cpu and values.dtype == dtype and values.is_contiguous()
 
@@ -291,12 +290,6 @@ def _fills_tiles(matrix: Matrix) -> bool:
     depth = 64 if isinstance(matrix, Int8Matrix) else 32
     num_out, num_in = matrix.shape
     return _is_plain(matrix) and num_out % 16 == 0 and num_in % depth == 0 and num_in <= _MAX_INPUTS
-
-
-def _matrix(matrix: Matrix) -> tuple[int, int]:
-    if isinstance(matrix, Int8Matrix):
-        return matrix.codes.data_ptr(), matrix.scales.data_ptr()
-    return matrix.data_ptr(), 0
 
 
 def _address(tensor: torch.Tensor | None) -> int:

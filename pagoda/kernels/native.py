@@ -6,6 +6,7 @@ Threads are torch's number of threads. `PAGODA_ISA` (portable, avx2, avx512, amx
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,8 +14,9 @@ import torch
 import pagoda._native as _native
 from pagoda.errors import ConfigError, KernelError
 from pagoda.kernels import reference
+from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix, matrix_at
 from pagoda.kernels.recall import Recall
-from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {**_DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.uint8: 6}
@@ -98,28 +100,32 @@ def _gated_product(product: Callable[..., None], gate_up: torch.Tensor) -> torch
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See `dispatch.linear`."""
-    codes = isinstance(weight, Int8Matrix)
-    values = weight.codes if isinstance(weight, Int8Matrix) else weight
     if (
-        x.shape[0] > (_MAX_CODE_ROWS if codes else _MAX_LINEAR_ROWS)[_native.isa()]
+        x.shape[0] > _most_rows(weight)
         or x.dtype != torch.bfloat16
         or x.stride(1) != 1
-        or values.stride(1) != 1
+        or (isinstance(weight, torch.Tensor) and weight.stride(1) != 1)
         or (bias is not None and bias.stride(0) != 1)
     ):
         return reference.linear(x, weight, bias)
     return linear_few_rows(x, weight, bias)
 
 
+def _most_rows(weight: Matrix) -> int:
+    """Rows up to which the kernels here are faster than torch, which has to widen or expand what is no tensor."""
+    if isinstance(weight, CompactMatrix):
+        return sys.maxsize if _native.isa() == "amx" else -1
+    return (_MAX_CODE_ROWS if isinstance(weight, Int8Matrix) else _MAX_LINEAR_ROWS)[_native.isa()]
+
+
 def linear_few_rows(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """The native kernel of `linear`, for any number of BF16 rows with contiguous last dimensions."""
     rows, num_in, num_out = x.shape[0], x.shape[1], weight.shape[0]
-    values, scales = (weight.codes, weight.scales) if isinstance(weight, Int8Matrix) else (weight, None)
     out = torch.empty(rows, num_out, dtype=x.dtype)
     _native.linear(
         (x.data_ptr(), x.stride(0)),
-        (values.data_ptr(), 0 if scales is None else scales.data_ptr()),
-        values.stride(0),
+        matrix_at(weight),
+        weight.stride(0) if isinstance(weight, torch.Tensor) else num_in,
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,

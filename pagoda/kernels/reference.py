@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from pagoda.errors import KernelError
+from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
 from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows, mix, unmix
 from pagoda.kernels.recall import recall_entries as recall_entries
-from pagoda.kernels.types import AttentionOutput, Int8Matrix, KVView, Matrix, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,7 +53,7 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.
     if isinstance(weight, Int8Matrix):
         product = F.linear(x.float(), weight.codes.float()) * weight.scales
         return (product if bias is None else product + bias.float()).to(x.dtype)
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight.expand() if isinstance(weight, CompactMatrix) else weight, bias)
 
 
 def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:

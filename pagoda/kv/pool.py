@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError, InvariantError
-from pagoda.kv import pages
 from pagoda.kv.layout import KVLayout, PartView
+from pagoda.memory import host_memory
 
 _TOUCH_BYTES = 64 << 20
 
@@ -54,7 +54,7 @@ class BlockPool:
         self.num_bytes = num_blocks * layout.pool_block_bytes
         try:
             if torch.device(device).type == "cpu":
-                self._bytes = torch.frombuffer(pages.allocate(self.num_bytes), dtype=torch.uint8)
+                self._bytes = torch.from_numpy(host_memory(self.num_bytes))
             else:
                 self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, OSError) as error:

@@ -18,7 +18,6 @@ import torch
 
 from pagoda.kernels import (
     FusedDecoder,
-    Int8Matrix,
     KVView,
     Matrix,
     SharedPrefix,
@@ -194,7 +193,7 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embedding = self.weights.embedding
-        return embedding.rows(token_ids).to(self.dtype) if isinstance(embedding, Int8Matrix) else embedding[token_ids]
+        return embedding[token_ids] if isinstance(embedding, torch.Tensor) else embedding.rows(token_ids).to(self.dtype)
 
     def _fused_for(self, group_of_layer: tuple[int, ...]) -> FusedDecoder:
         """All layers in one call, made at the first step: which layers share block tables is the caller's to say."""

@@ -3,6 +3,7 @@
     model.safetensors, or model.safetensors.index.json naming the shard that holds each tensor
     q_proj, k_proj, v_proj -> qkv ; gate_proj, up_proj -> gate_up
     with weights_format "int8", each matrix -> int8 codes and a scale per output; biases and norms stay as they are
+    else, where the kernels take them so, each matrix in BF16 -> the same in 12 bits a value
 
 Every tensor that the spec calls for must be there with exactly its shape, and every tensor there must be called for: a
 model with a bias that nobody adds would run, and be wrong.
@@ -22,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.errors import KernelError, WeightsError
 from pagoda.files import Progress, content_hash, no_progress
-from pagoda.kernels import Int8Matrix, Matrix
+from pagoda.kernels import CompactMatrix, Int8Matrix, Matrix
+from pagoda.memory import Shelf
 from pagoda.model.decoder import DecoderWeights, LayerWeights
 from pagoda.model.spec import ModelSpec
 
@@ -135,14 +137,18 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     weights_format: str = "full",
+    compacts: bool = False,
     progress: Progress = no_progress,
 ) -> DecoderWeights:
     """Read, check, convert and fuse every tensor of a model; `weights_format` is one of WEIGHTS_FORMATS.
 
+    With `compacts`, matrices that stay in bfloat16 and CPU memory become CompactMatrix where that saves bytes.
+
     Raises:
         WeightsError: a tensor is missing, superfluous or of the wrong shape, or cannot be quantized.
     """
-    loader = _Loader(source, dtype, device, weights_format, progress)
+    compacts = compacts and dtype == torch.bfloat16 and device.type == "cpu"
+    loader = _Loader(source, dtype, device, weights_format, compacts, progress)
     hidden = spec.hidden_size
     embedding = loader.matrix([("model.embed_tokens.weight", (spec.vocab_size, hidden))])
     weights = DecoderWeights(
@@ -171,24 +177,27 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         weights_format: str,
+        compacts: bool,
         progress: Progress,
     ) -> None:
         self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
-        self._quantizes = weights_format == "int8"
+        self._quantizes, self._compacts = weights_format == "int8", compacts
+        self._shelf = Shelf()
         self._read: set[str] = set()
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> torch.Tensor:
         return self.fused([(name, shape)], offset=offset)
 
     def matrix(self, parts: list[tuple[str, tuple[int, ...]]]) -> Matrix:
-        """As `fused`, and quantized if the format asks for that."""
+        """As `fused`, then quantized or compact as asked for, and in memory that is fast to read."""
         whole = self.fused(parts)
-        if not self._quantizes:
-            return whole
-        try:
-            return Int8Matrix.quantize(whole)
-        except KernelError as error:
-            raise WeightsError(f"{parts[0][0]}: {error}") from error
+        if self._quantizes:
+            try:
+                codes = Int8Matrix.quantize(whole)
+            except KernelError as error:
+                raise WeightsError(f"{parts[0][0]}: {error}") from error
+            return Int8Matrix(self._shelved(codes.codes), codes.scales)
+        return (CompactMatrix.of(whole, self._shelf.take) if self._compacts else None) or self._shelved(whole)
 
     def fused(self, parts: list[tuple[str, tuple[int, ...]]], *, offset: float = 0.0) -> torch.Tensor:
         """Tensors stacked along their first axis, plus `offset`; each is copied once, straight to its place."""
@@ -202,6 +211,11 @@ class _Loader:
             self._read.add(name)
             self._progress("loading weights", len(self._read), len(self._source.names))
         return whole
+
+    def _shelved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        return torch.from_numpy(self._shelf.take(tensor.nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def unread(self) -> Iterator[str]:
         return (name for name in self._source.names - self._read if not _RECOMPUTED.search(name))

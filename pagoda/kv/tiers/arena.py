@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.kv import pages
 from pagoda.kv.tiers.records import ByteArray
+from pagoda.memory import host_memory
 
 Granules = npt.NDArray[np.int64]
 PageLock = Callable[[ByteArray], Callable[[], None]]
@@ -41,8 +41,7 @@ class Arena:
 
     def __init__(self, num_granules: int, granule_bytes: int, page_lock: PageLock | None = None) -> None:
         self.granule_bytes = granule_bytes
-        memory = pages.allocate(num_granules * granule_bytes)
-        self._rows = np.frombuffer(memory, dtype=np.uint8).reshape(num_granules, granule_bytes)
+        self._rows = host_memory(num_granules * granule_bytes).reshape(num_granules, granule_bytes)
         self._rows[:, :: mmap.PAGESIZE] = 0
         self._unlock = page_lock(self._rows) if page_lock is not None else None
         self._free = np.arange(num_granules - 1, -1, -1, dtype=np.int64)
