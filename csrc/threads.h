@@ -6,6 +6,10 @@
 #include <cstdlib>
 #include <new>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace pagoda {
 
 // body(begin, end) over [0, n) in equal ranges, none below `grain` unless there is only one.
@@ -32,16 +36,22 @@ void parallel_tasks(int64_t n, int threads, Body body) {
     for (int64_t i = 0; i < n; i++) body(i);
 }
 
-// Memory aligned to 64 bytes that one thread keeps from call to call: fresh pages would cost more than the kernels.
+// Memory aligned to 64 bytes that one thread keeps from call to call: fresh pages would cost more than the kernels. Much of it lies in
+// huge pages, where the system gives them.
 class ThreadScratch {
 public:
     void* at_least(int64_t bytes) {
         if (bytes > size_) {
             ::free(memory_);
             size_ = 0;
-            memory_ = std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64));
+            constexpr int64_t kLine = 64, kHugePage = 2 << 20;
+            const int64_t unit = bytes < kHugePage ? kLine : kHugePage, whole = (bytes + unit - 1) / unit * unit;
+            memory_ = std::aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(whole));
             if (memory_ == nullptr) throw std::bad_alloc();
-            size_ = bytes;
+#if defined(MADV_HUGEPAGE)
+            if (unit == kHugePage) madvise(memory_, static_cast<size_t>(whole), MADV_HUGEPAGE);
+#endif
+            size_ = whole;
         }
         return memory_;
     }

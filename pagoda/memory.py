@@ -1,8 +1,8 @@
 """Host memory for what is read over and over, in huge pages where the system has them: weights, KV blocks, arenas.
 
-Through pages of 2 MiB weights were read 1.2 to 1.8 times as fast as through those of 4 KiB, and blocks, which lie anywhere,
-a fifth faster (benchmarks/NOTES.md): the processor translates each page once. A page is taken when it is first touched,
-and given back with the last view.
+Through pages of 2 MiB weights were read 1.2 to 1.8 times as fast as through those of 4 KiB, and blocks, which lie
+anywhere, a fifth faster (benchmarks/NOTES.md). A page is taken when it is first touched, and given back with the last
+view.
 """
 
 from __future__ import annotations

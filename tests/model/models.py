@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from pagoda.kernels import CompactMatrix, Int8Matrix, Matrix
 from pagoda.model.decoder import Decoder
 from pagoda.model.spec import ModelSpec
 from pagoda.model.weights import SafetensorsFolder, load_weights
@@ -94,6 +95,12 @@ def build(variant: str, seed: int = 0, **changes: object) -> transformers.PreTra
 def save(model: transformers.PreTrainedModel, folder: Path, **options: object) -> Path:
     model.save_pretrained(folder, safe_serialization=True, **options)
     return folder
+
+
+def as_saved(matrix: Matrix) -> torch.Tensor:
+    """A matrix that is kept without loss, as the tensor it was."""
+    assert not isinstance(matrix, Int8Matrix)
+    return matrix.expand() if isinstance(matrix, CompactMatrix) else matrix
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, weights_format: str = "full") -> Decoder:
