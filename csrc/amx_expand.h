@@ -34,7 +34,7 @@ public:
 
     // The next tile, [16, 32]. Asks for the one after the next.
     void expand(bf16* to) {
-        for (int64_t i = 0; i < kCompactTile; i += 64) __builtin_prefetch(tile_ + 2 * kCompactTile + i);
+        for (int64_t i = 0; i < kCompactTile; i += 64) prefetch_line(tile_ + 2 * kCompactTile + i);
         for (int g = 0; g < 4; g++) {
             const FourRows four = expand_group(tile_ + g * kCompactGroup, high_bytes_);
             for (int i = 0; i < 4; i++) _mm512_store_si512(to + (4 * g + i) * kCompactDepth, four.row[i]);

@@ -154,7 +154,7 @@ private:
 inline void prefetch(const TileLinearArgs& a, const Panel& p, int64_t i, int64_t ahead) {
     if (i + ahead >= a.num_in) return;
     for (int o = 0; o < kTileSide; o++) {
-        for (const char* w : p.w) __builtin_prefetch(w + o * p.step + (i + ahead) * (int64_t)sizeof(bf16));
+        for (const char* w : p.w) prefetch_line(w + o * p.step + (i + ahead) * (int64_t)sizeof(bf16));
     }
 }
 
