@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from pagoda.errors import InvalidRequest, ModelError, UnsupportedModel
 from pagoda.model.chat import ChatTemplate
 from pagoda.model.spec import token_ids
 
+# One text at a time needs no threads of the library's own: the model's have the cores.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -91,7 +94,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text is not valid Unicode: {error}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` holds the interpreter's lock all the while, in which no step can begin: 5 ms for 2,600 tokens, a quarter
+        # of a second for 100,000. This lets go of it, and computes no offsets.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
