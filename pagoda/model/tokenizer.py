@@ -94,8 +94,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text is not valid Unicode: {error}") from error
-        # `encode` holds the interpreter's lock all the while, so that no step can begin: 5 ms for 2,600 tokens, a quarter of
-        # a second for 100,000. This lets go of it, and computes no offsets.
+        # `encode` holds the interpreter's lock all the while, so that no step can begin: 5 ms for 2,600 tokens, a
+        # quarter of a second for 100,000. This lets go of it, and computes no offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
