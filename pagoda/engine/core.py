@@ -263,7 +263,7 @@ class EngineCore:
         if request is None:
             return []
         output = self._end(request, FinishReason.ABORT)
-        for passage in self._passages.orphans():
+        for passage in self._passages.leave(request):
             self._end(passage, FinishReason.ABORT)
         return [output]
 

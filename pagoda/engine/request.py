@@ -155,7 +155,7 @@ class Request:
         explanation: why not more were found.
         is_announced: observers were told of it.
         blend: its passages, where it has any.
-        passages: those that are computed alone because it was the first to want them.
+        passages: those that are computed alone because it was the first to want them, or the next after one that left.
         is_internal: it computes a passage for another request, and nobody is told of it.
     """
 

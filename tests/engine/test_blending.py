@@ -561,6 +561,23 @@ def test_a_passage_that_two_wait_for_is_counted_once(llama: tuple[Path, Any]) ->
     assert usages[1].num_extra_tokens < len(DOCUMENTS[1]) + len(DOCUMENTS[2])
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_passage_whose_first_reader_left_is_told_to_the_next(llama: tuple[Path, Any], num_steps: int) -> None:
+    engine = make(llama[0], token_budget=16, max_num_seqs=8)
+    (first, first_spans), (second, spans) = prompt(1), prompt(1, 2)
+    expected = run(make(llama[0], token_budget=16, max_num_seqs=8), second, BlendSpec(spans, 0.0, *UNGUARDED)).usage
+    engine.core.add("left", first, GREEDY, blend=BlendSpec(first_spans, 0.0, *UNGUARDED))
+    for name in ("next", "last"):
+        engine.core.add(name, second, GREEDY, blend=BlendSpec(spans, 0.0, *UNGUARDED))
+    outputs = [output for _ in range(num_steps) for output in engine.core.step()]
+    outputs += engine.core.abort("left")
+    while engine.core.has_work:
+        outputs += engine.core.step()
+    usages = {output.request_id: output.usage for output in outputs if output.finished}
+    extra = {name: usages[name].num_extra_tokens for name in ("left", "next", "last")}
+    assert extra == {"left": 0, "next": expected.num_extra_tokens, "last": 0}
+
+
 def test_a_doubted_blend_was_computed_for_nothing(llama: tuple[Path, Any]) -> None:
     tokens, spans = prompt(2, 0, 1)
     sure = run(make(llama[0]), tokens, BlendSpec(spans, 0.0, *UNGUARDED)).usage

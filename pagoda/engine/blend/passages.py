@@ -10,7 +10,7 @@ not, the request then reads the same KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,12 +122,21 @@ class Passages:
         passage.samples.append(self._new_sample(passage, 0, TokenBuffer(tokens.copy())))
         return passage
 
-    def orphans(self) -> Iterator[Request]:
-        """The passages still being computed that nobody waits for any more."""
+    def leave(self, request: Request) -> list[Request]:
+        """A request ended that may have waited for passages; returns those that nobody waits for any more.
+
+        What it caused and others still wait for is from now on the first of theirs to account for.
+        """
         self._forget_finished()
-        for passage, readers in list(self._readers.items()):
-            if all(reader.is_finished for reader in readers):
-                yield passage
+        orphans = []
+        for passage, readers in self._readers.items():
+            heir = next((reader for reader in readers if not reader.is_finished), None)
+            if heir is None:
+                orphans.append(passage)
+            elif passage in request.passages:
+                request.passages = [each for each in request.passages if each is not passage]
+                heir.passages = [*heir.passages, passage]
+        return orphans
 
     def _forget_finished(self) -> None:
         self._computing = {key: passage for key, passage in self._computing.items() if not passage.is_finished}

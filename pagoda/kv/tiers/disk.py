@@ -76,14 +76,15 @@ class DiskTier(Tier):
 
     Args:
         capacity_bytes: bound on the bytes of all files, exact at every moment. It is taken in whole segments as needed,
-            and `usage().used_bytes` counts those, so watch `payload_bytes` for how full the tier is.
+            and given back when nothing in one is left; `usage().used_bytes` counts segments, so watch `payload_bytes`
+            for how full the tier is.
         segment_bytes: unit of eviction and of allocation; by default a power of two from 256 files' to 16 files' worth.
             Another value than at the last start leaves what was stored unread, and counted as `other_format`.
         shares: what owners have of the payloads.
         clock: Unix seconds.
 
     Raises ConfigError if the budget is too small for three segments or the folder cannot be used, TierUnavailable if
-    another process uses it. `stats` adds restored, reinserted, foreign_files, disk_full, corrupt_entry,
+    another process uses it. `stats` adds restored, reinserted, foreign_files, stuck_files, disk_full, corrupt_entry,
     corrupt_segment, wrong_size, truncated_segment, truncated_record, other_format and other_checksum.
     """
 
@@ -150,6 +151,7 @@ class DiskTier(Tier):
                 lease = record.lease_until if former is None else max(record.lease_until, former.lease_until)
                 batch[record.id] = (self._log.place(record, payload, lease), payload)
             results += self._write(batch)
+            self._log.free_dead(self._clock(), self._retire)
         return results
 
     def _get_into(self, targets: Sequence[Target]) -> list[GetResult]:
@@ -188,6 +190,7 @@ class DiskTier(Tier):
             for id in ids:
                 stub = self._index.get(id)
                 results.append(Missing() if stub is None else self._remove(stub))
+            self._log.free_dead(self._clock(), self._retire)
         return results
 
     def _purge(self, owner: OwnerTag) -> int:
@@ -201,6 +204,7 @@ class DiskTier(Tier):
                 stubs = [stub for stub in self._index.values() if stub.owner == owner]
                 for stub in stubs:
                     self._unlink(stub)
+            self._log.free_dead(self._clock(), self._retire)
         return len(stubs)
 
     def _set_lease(self, ids: Sequence[RecordId], until: float) -> list[LookupResult]:

@@ -9,6 +9,8 @@ within what their owner is guaranteed, and those read since they were written. E
 buys one more round: FIFO with reinsertion, or CLOCK. Where owners have shares, only whoever is most over its own has to
 be read for that.
 
+A used segment whose records all went, deleted, replaced or expired, gives its file back to the disk.
+
 A process killed while cleaning leaves no blank segment. Then the youngest holds nothing but copies of records that the
 victim still has, and is blanked at the next start: nothing is lost.
 """
@@ -124,6 +126,17 @@ class SegmentLog:
             self._clean(victim, self._survivors(victim, num_bytes, owner, now), retire)
         return True
 
+    def free_dead(self, now: float, retire: Retire) -> None:
+        """Give the disk back the files in which no record is left, or none whose time is not over; the active stays."""
+        for segment in self._used[:-1]:
+            if all(is_over(stub, now) for stub in segment.stubs.values()):
+                self._tally.add("evicted", len(segment.stubs))
+                retire(segment, [])
+                try:
+                    self._remove(segment, self._used)
+                except OSError:
+                    self._tally.add("stuck_files")  # tried again next time
+
     def close(self) -> None:
         """Close all files."""
         for segment in self._blank + self._used:
@@ -145,15 +158,20 @@ class SegmentLog:
     def _fit_to_budget(self) -> None:
         """Remove surplus files, after the budget was made smaller; see that there is a blank segment."""
         while self.num_segments > self._max_segments:
-            segment = self._blank.pop() if len(self._blank) > 1 or not self._used else self._used.pop(0)
-            self._tally.add("evicted", len(segment.stubs))
-            segment.close()
-            segment.path.unlink()
-            self.num_segments -= 1
+            surplus = self._blank if len(self._blank) > 1 or not self._used else self._used
+            self._tally.add("evicted", len(surplus[0].stubs))
+            self._remove(surplus[0], surplus)
         if not self._blank and self._used and not self._grow():
             copies = self._used.pop()
             copies.blank()
             self._blank.append(copies)
+
+    def _remove(self, segment: Segment, group: list[Segment]) -> None:
+        """Delete the file of one of a group, the blank or the used. Raises OSError; nothing changed then."""
+        segment.path.unlink()
+        group.remove(segment)
+        segment.close()
+        self.num_segments -= 1
 
     def _grow(self) -> bool:
         """Add a blank segment; False if the budget, or the disk, has no room for it."""

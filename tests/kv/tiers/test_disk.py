@@ -334,6 +334,37 @@ def test_a_full_disk_makes_the_tier_smaller_not_broken(tmp_path: Path, monkeypat
     assert tier.usage().used_bytes == bytes_on_disk(tmp_path) == CAPACITY
 
 
+def test_what_holds_nothing_any_more_is_given_back_to_the_disk(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = open_tier(tmp_path, clock)
+
+    def size() -> int:
+        assert tier.usage().used_bytes == bytes_on_disk(tmp_path)
+        return bytes_on_disk(tmp_path)
+
+    tier.put([record(n) for n in range(30)])
+    full = size()
+    tier.delete([rid(n) for n in range(29)])
+    small = size()
+    assert small <= 3 * SEGMENT + 64 < full  # one with the last record, a blank one, and the one that is written
+    assert get(tier, rid(29), 8 * KIB) == (Found(8 * KIB), record(29).data)
+    tier.put([record(n, owner=tag("a")) for n in range(100, 130)])
+    assert size() > small
+    assert tier.purge(tag("a")) == 30
+    assert size() <= 3 * SEGMENT + 64
+    tier.put([record(n, expires_at=clock.now + 5) for n in range(200, 230)])
+    clock.now += 6
+    tier.put([record(300)])
+    assert size() <= 3 * SEGMENT + 64
+    assert get(tier, rid(300), 8 * KIB) == (Found(8 * KIB), record(300).data)
+    tier.put([record(n) for n in range(400, 1000)])
+    assert size() <= CAPACITY
+    tier.close()
+    with open_tier(tmp_path, clock) as again:
+        assert again.lookup([rid(999)]) == [Found(8 * KIB)]
+        assert damage(again.stats()) == {}
+
+
 def test_a_disk_full_from_the_start_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
