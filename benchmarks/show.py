@@ -193,6 +193,9 @@ class Recorder:
         self.logits.update((tuple(tokens), row.clone()) for tokens, row in zip(wanted, logits, strict=True))
         return logits
 
+    def spoilt(self, plan: Sequence[Rows]) -> list[Rows]:
+        return self.inner.spoilt(plan)
+
 
 def equality(engine: Engine, max_tokens: int = 48) -> dict[str, Any]:
     """Largest logit differences from a cold run on the same tokens; `chunking` is what another token budget causes.

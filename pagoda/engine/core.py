@@ -50,6 +50,7 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation, MissReason
 from pagoda.kv.radix_node import as_tokens
 from pagoda.model.lora import Adapter
+from pagoda.model.sampler import NOT_FINITE
 from pagoda.model.tokenizer import Tokenizer
 
 _RESTORE_WAIT_S = 0.002
@@ -298,14 +299,21 @@ class EngineCore:
         if num_decode < len(plan) and all(rows.sample.request.blend is None for rows in plan):
             runs = [(rows.start, rows.stop) for rows in plan]
             self._scheduler.prefill_speed.note(runs, time.perf_counter() - computing_since)
+        spoilt = self._runner.spoilt(plan)  # not to be found by others, and so not advanced
         settled, logits = self._doubts.settle(plan, logits)
         for rows in settled:
+            if rows in spoilt:
+                continue
             sample = rows.sample
             self.cache.advance(sample.running_lease, sample.tokens.view, rows.stop)
             if sample.request.leases:
                 self._desk.grant(sample.request, rows.stop)
         news = self._chooser.choose([rows.sample for rows in settled if rows.needs_logits], logits)
-        outputs = self._desk.pass_on([output for each in news if (output := self._tell(each)).deltas])
+        told = [self._tell(each) for each in news]
+        for rows in spoilt:
+            if not rows.sample.request.is_finished:
+                told.append(self._fail(rows.sample.request, ModelError(NOT_FINITE)))
+        outputs = self._desk.pass_on([output for output in told if output.deltas])
         audits = self._auditor.run() if self._auditor is not None else AuditCounts()
         stats = StepStats(
             step_s=time.perf_counter() - started,
@@ -358,7 +366,7 @@ class EngineCore:
         return self._output(news.request, news.deltas)
 
     def _fail(self, request: Request, error: ModelError) -> RequestOutput:
-        """End a request whose logits are not finite. What it computed is not trusted either: nobody shall hit it."""
+        """End a request whose logits or KV are not finite. What it computed is not trusted: nobody shall hit it."""
         output = self._end(request, FinishReason.ABORT)
         self.cache.purge(request.scope, request.prompt)
         return replace(output, failure=error)

@@ -37,6 +37,12 @@ class Runner(Protocol):
             float32 `[n, vocab_size]`: logits of the last row of each entry that `needs_logits`, in order.
         """
 
+    def spoilt(self, plan: Sequence[Rows]) -> list[Rows]:
+        """The parts of prompts of an executed plan, of those without logits to tell it, whose KV is not all finite.
+
+        Kernels that compute rows together let one that is not finite spoil those before it, which other prompts share.
+        """
+
 
 def layout_for(
     spec: ModelSpec, block_size: int, dtype: torch.dtype, kv_format: str = "auto", skip_layers: Collection[int] = ()
@@ -151,6 +157,20 @@ class ModelRunner:
         if self._staging is not None:
             self._staging.close(written.whole + written.ended)
         return logits
+
+    def spoilt(self, plan: Sequence[Rows]) -> list[Rows]:
+        """See Runner. Asks the last layer, to which whatever is not finite came, of the blocks that may be shared."""
+        size, group = self._pool.layout.block_size, self._group_of_layer[-1]
+        found = []
+        for rows in plan:
+            sample = rows.sample
+            if rows.needs_logits or sample.sparse is not None or sample.request.blend is not None:
+                continue
+            slots = torch.from_numpy(sample.running_lease.tables[group].slots(rows.start, rows.stop // size * size))
+            slots = slots.to(self.decoder.device, torch.int64)
+            if not bool(self.kv[-1].are_finite(slots // size, slots % size).all()):
+                found.append(rows)
+        return found
 
     def _forward(self, plan: Sequence[Rows]) -> torch.Tensor:
         """The logits of a plan. What drops rows and a hook that counts on them cannot steer the same pass."""

@@ -107,6 +107,14 @@ class KVView:
         """Whether the keys' codes are of keys that `mix` (quantized.py) had spread over all channels."""
         return self.key_scales is not None and self.key_zeros is None
 
+    def are_finite(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Whether the values of entries are finite numbers, bool `[n]`; of blocks quantized as a whole once they are.
+
+        What is not finite makes the scale or the zero of its entry NaN.
+        """
+        told = next(part for part in (self.value_zeros, self.value_scales, self.values) if part is not None)
+        return told[blocks, :, offsets].isfinite().flatten(1).all(1)
+
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether keys and values are stored as they are, in this dtype."""
         return self.keys.dtype == self.values.dtype == dtype and dtype in FLOATS

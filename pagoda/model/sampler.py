@@ -27,7 +27,7 @@ _NUCLEUS_GUESS = 256
 _RUN = 256
 _LEAST_TEMPERATURE = 1e-30  # what float32 can divide by
 _BELOW_ONE = 1.0 - 2.0**-53
-_NOT_FINITE = "the model produced logits that are not finite"
+NOT_FINITE = "the model produced logits that are not finite"
 
 
 class Sampling(Protocol):
@@ -161,7 +161,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
     return [
         SampledToken(token, _logprobs(logits[row], token, states[row].params.logprobs))
         if healthy[row]
-        else ModelError(_NOT_FINITE)
+        else ModelError(NOT_FINITE)
         for row, token in enumerate(chosen)
     ]
 
@@ -187,7 +187,7 @@ def likeliest(logits: torch.Tensor, count: int) -> list[Sequence[tuple[int, floa
     healthy = logits.amax(dim=-1).isfinite().tolist()
     values, ids = logits.log_softmax(-1).topk(min(count, logits.shape[-1]))
     return [
-        list(zip(tokens, logprobs, strict=True)) if ok else ModelError(_NOT_FINITE)
+        list(zip(tokens, logprobs, strict=True)) if ok else ModelError(NOT_FINITE)
         for ok, tokens, logprobs in zip(healthy, ids.tolist(), values.tolist(), strict=True)
     ]
 

@@ -83,6 +83,9 @@ class FakeRunner:
                 logits.append(row)
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 
+    def spoilt(self, plan: Sequence[Rows]) -> list[Rows]:
+        return []
+
     def _read(self, table: np.ndarray, length: int) -> list[int]:
         positions = np.arange(length)
         size = self.pool.slots.shape[1]

@@ -26,7 +26,8 @@ POISONED = [*PREFIX, BAD, *range(60, 90)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizers_made_here.byte_level()
-    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256)
+    heads = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, **heads)
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = torch.nan
     return tokenizers_made_here.save(tokenizer, models.save(model, tmp_path_factory.mktemp("poison")))
@@ -42,7 +43,9 @@ def tokens_of(outputs: list[RequestOutput], name: str) -> list[int]:
     return [t for output in outputs if output.request_id == name for delta in output.deltas for t in delta.token_ids]
 
 
-@pytest.mark.parametrize(("dtype", "kv_format"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int4")]
+)
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_a_poisoned_request_fails_alone(folder: Path, dtype: str, kv_format: str, num_steps: int) -> None:
     with make(folder, dtype, kv_format) as engine:
