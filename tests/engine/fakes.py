@@ -199,6 +199,7 @@ def random_load(
         for output in core.step():
             finished[output.request_id] += output.deltas[0].token_ids
         core.cache.check()
+    assert until(), "what must have happened has not"
     for name, completions in run(core, limit=100_000).items():
         finished[name] += completions[0].token_ids
     for name, tokens in finished.items():

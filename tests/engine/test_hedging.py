@@ -217,5 +217,4 @@ def test_random_load_over_tiers_of_changing_speed(
         before_step=change,
         until=lambda: stats.num_restored_tokens > 0,
     )
-    assert stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0

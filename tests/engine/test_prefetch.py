@@ -245,7 +245,6 @@ def test_random_load_with_a_short_bench_leaks_nothing(windows: tuple[int | None,
         before_step=change_faults,
         until=lambda: stats.num_prefetched_tokens > 0,
     )
-    assert stats.num_prefetched_tokens > 0
     assert core.cache.num_held_blocks == 0
     assert isinstance(core.cache, TieredCache)
     assert core.cache.hierarchy.fetcher._staged == 0

@@ -233,7 +233,6 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
         before_step=change_faults,
         until=lambda: stats.num_restored_tokens > 0,
     )
-    assert stats.num_restored_tokens > 0
     assert core.cache.num_held_blocks == 0
 
 

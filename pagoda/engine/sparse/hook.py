@@ -65,25 +65,27 @@ class SparseHook:
         for each in self._members:
             if isinstance(each.sequence, RecallingSequence):
                 each.sequence.before_attention(layer, q[each.rows], each.sample.running_lease, each.start)
-        lens, slots = self._places(layer, batch)
-        if lens is None or slots is None:
+        places = self._places(layer, batch)
+        if places is None:
             return batch
+        lens, slots = places
         mapping = list(batch.slot_mapping)
         mapping[self._group_of_layer[layer]] = slots
         return replace(batch, context_lens=lens, slot_mapping=tuple(mapping))
 
-    def _places(self, layer: int, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """The lengths and slots of a layer where some are not the batch's."""
-        lens = slots = None
+    def _places(self, layer: int, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The lengths and slots of a layer where some are not the batch's; None where all are."""
+        places = None
         for each in self._members:
             place = each.sequence.place(layer, each.sample.running_lease, each.start, each.stop)
             if place is None:
                 continue
-            if lens is None or slots is None:
-                lens, slots = batch.context_lens.clone(), batch.slot_mapping[self._group_of_layer[layer]].clone()
+            if places is None:
+                places = batch.context_lens.clone(), batch.slot_mapping[self._group_of_layer[layer]].clone()
+            lens, slots = places
             lens[each.request] = place.context_len
             slots[each.rows] = torch.from_numpy(place.slots).to(slots.device)
-        return (None, None) if lens is None or slots is None else (lens, slots)
+        return places
 
     def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
         """Show those that go by it what attention their rows paid."""
@@ -115,7 +117,7 @@ class SparseHook:
                 if recall is not None:
                     of_kind = foretold if each.sequence.is_foretold(layer) else own
                     of_kind.append(RowRecall(each.rows.start, recall))
-        lens, slots = self._places(layer, batch)
+        lens, slots = self._places(layer, batch) or (None, None)
         return LayerStep(lens, slots, own, foretold)
 
     def after_layers(self, batch: ForwardBatch, mass: torch.Tensor) -> None:
