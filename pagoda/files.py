@@ -1,4 +1,4 @@
-"""Files: TOML, and the cache folder on disk: content hashes of weights, and models converted from other formats.
+"""Files: the cache folder on disk: content hashes of weights, and models converted from other formats.
 
     $PAGODA_CACHE (default ~/.cache/pagoda)
     ├── hashes/<sha256 of path>.json      {path, size, mtime_ns, sha256}: valid while size and mtime still agree
@@ -14,13 +14,11 @@ import json
 import os
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from pagoda.errors import ConfigError, WeightsError
+from pagoda.errors import WeightsError
 
 Progress = Callable[[str, int, int], None]
 """Called with a phrase for what is being done, the amount done and the total, both in the same unit."""
@@ -62,19 +60,6 @@ def content_hash(path: Path, progress: Progress = no_progress) -> str:
     except OSError:
         pass  # The hash is right without being remembered; an unwritable cache only costs time.
     return digest
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The tables in TOML text.
-
-    Raises:
-        ConfigError: it is no TOML; the message has the line, also where that is the last.
-    """
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        last = f"at the end of line {max(1, len(text.splitlines()))}"
-        raise ConfigError(f"it is no TOML: {str(error).replace('at end of document', last)}") from None
 
 
 @contextmanager

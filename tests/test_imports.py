@@ -5,7 +5,7 @@
     server  ──> engine, kv.keys (Scope)      plan ──> kv, cluster.routing (pure)
     engine  ──> model, kernels (types), kv, sparse, blend
     sparse, blend ──> kv, kernels            model ──> kernels
-    kv, kernels ──> errors, files, kinds and memory, which everyone may import
+    kv, kernels ──> errors, files, kinds, memory and toml, which everyone may import
 
 Every import counts: inside functions, because a lazy dependency is one; under TYPE_CHECKING too, because a package
 that names another's types cannot be read, type-checked or changed without it.
@@ -60,11 +60,12 @@ METADATA = (
 
 # What a package may import besides itself and what everyone may: a name covers everything below it, and "a:B" is
 # only B from a.
-EVERYONE = ("errors", "files", "kinds", "memory", ":__version__")
+EVERYONE = ("errors", "files", "kinds", "memory", "toml", ":__version__")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "files": (),
     "kinds": (),
+    "toml": (),
     "memory": (),
     "config": (),
     "kernels": ("_native",),

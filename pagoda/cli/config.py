@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from pagoda.errors import ConfigError
-from pagoda.files import parse_toml
+from pagoda.toml import parse_toml
 
 
 def _apply(context: typer.Context, path: Path | None) -> Path | None:

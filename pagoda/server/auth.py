@@ -12,8 +12,8 @@ from fastapi import Request
 
 from pagoda.engine.tenants import RESERVED, TenantSpec
 from pagoda.errors import ConfigError
-from pagoda.files import parse_toml
 from pagoda.server.errors import HttpError
+from pagoda.toml import parse_toml
 
 ADMIN_HEADER = "x-admin-key"
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pagoda.errors import ConfigError
-from pagoda.files import parse_toml
 from pagoda.kinds import is_number
 from pagoda.server.ledger import Counts
+from pagoda.toml import parse_toml
 
 PER = 1_000_000
 

@@ -23,9 +23,9 @@ from typing import Any
 from pagoda.engine.pressure.ladder import LadderConfig, Thresholds
 from pagoda.engine.tenants import ServiceClass
 from pagoda.errors import ConfigError
-from pagoda.files import parse_toml
 from pagoda.kinds import is_integer, is_number
 from pagoda.kv.sizes import parse_size
+from pagoda.toml import parse_toml
 
 
 @dataclass(frozen=True, slots=True)
