@@ -39,6 +39,7 @@ LEAVES = (
     "radix_index",
     "radix_node",
     "eviction",
+    "retained",
     "retention",
     "tenants",
 )
@@ -94,7 +95,8 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "tenants": ("allocator",),
     "radix_node": ("allocator", "eviction", "keys"),
     "eviction": (),
-    "retention": ("allocator", "eviction", "keys", "lineage", "radix_node"),
+    "retained": ("allocator", "keys", "lineage", "radix_node"),
+    "retention": ("allocator", "eviction", "keys", "lineage", "radix_node", "retained"),
     "lineage": ("keys", "radix_node"),
     "radix_index": ("allocator", "keys", "lineage", "radix_node"),
     "radix": ("allocator", "eviction", "keys", "radix_index", "radix_node"),

@@ -15,7 +15,7 @@ from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation
 from pagoda.kv.radix_node import TokenArray, as_tokens
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.view import PrefixView as PrefixView
 from pagoda.kv.write_queue import Purge as Purge

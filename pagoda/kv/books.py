@@ -35,7 +35,8 @@ from pagoda.kv.lineage import Segment
 from pagoda.kv.observe import OPERATOR, Eviction, MissLog
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import ABSENT, Match, TokenArray
-from pagoda.kv.retention import PinnedPrefix, Retained, Retention
+from pagoda.kv.retained import PinnedPrefix, Retained
+from pagoda.kv.retention import Retention
 from pagoda.kv.tenants import Share, Taker, Tenant, Tenants
 from pagoda.kv.view import PrefixView, outline, prefixes
 

@@ -22,7 +22,7 @@ from pagoda.kv.keys import BlockKey, KeyChain, OwnerTag, Scope
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import TokenArray
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 from pagoda.kv.tenants import Share
 from pagoda.kv.tier_leases import Promise, TierLeases, Wish
 from pagoda.kv.tiers.records import NO_LEASE, RecordId

@@ -17,7 +17,7 @@ from pagoda.kv.books import Books
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import Node, TokenArray, common_prefix
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 
 
 class Purging(Books):

@@ -23,7 +23,8 @@ from pagoda.kv.hierarchy import Hierarchy
 from pagoda.kv.keys import BlockKey, Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import ABSENT, TokenArray, common_prefix
-from pagoda.kv.retention import KEPT_LONGER, PinnedPrefix, Retained, Retention
+from pagoda.kv.retained import PinnedPrefix, Retained
+from pagoda.kv.retention import KEPT_LONGER, Retention
 from pagoda.kv.tiers.records import NO_LEASE, RecordId
 from pagoda.kv.transfer import Lane
 from pagoda.kv.write_queue import Hold

@@ -31,7 +31,7 @@ from pagoda.kv.eviction import make_policy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import as_tokens
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 from pagoda.kv.tenants import Share
 from tests.kv.fakes import TokenPool, make
 from tests.kv.test_events import Listener, names_in_tree

@@ -12,7 +12,7 @@ import pytest
 from pagoda.errors import LeaseRefused, OutOfBlocks
 from pagoda.kv.cache import KVCache
 from pagoda.kv.keys import Scope
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 from tests.kv.fakes import TokenPool, layout
 from tests.kv.test_cache import SCOPE, SIZE, Bench, seq
 

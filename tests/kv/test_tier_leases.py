@@ -12,7 +12,7 @@ from pagoda.engine.params import SamplingParams
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
-from pagoda.kv.retention import Retained
+from pagoda.kv.retained import Retained
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from tests.engine.fakes import VOCAB, expected_output, make_core, run
