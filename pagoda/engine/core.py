@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from pagoda.blend.progress import BlendProgress, row_charge
 from pagoda.blend.segments import BlendSpec
@@ -23,24 +22,24 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.forking import Forker
 from pagoda.engine.history import History, Past
 from pagoda.engine.intake import Intake
+from pagoda.engine.lease_bounds import bound_leases
 from pagoda.engine.lease_desk import LeaseDesk
 from pagoda.engine.outputs import (
     Delta,
     EngineObserver,
     FinishReason,
     RequestOutput,
-    RequestStats,
     StepStats,
 )
 from pagoda.engine.params import LeaseSpec, SamplingParams
 from pagoda.engine.pressure.compress import Compressor
 from pagoda.engine.pressure.control import PressureControl
 from pagoda.engine.request import Request, Sample, TokenBuffer
+from pagoda.engine.request_stats import stats_of
 from pagoda.engine.runner import Runner
 from pagoda.engine.scheduler import Rows, Scheduler
 from pagoda.engine.sparse.sparsity import Sparsity
 from pagoda.errors import (
-    ConfigError,
     InvalidRequest,
     ModelError,
     ModelNotFound,
@@ -89,7 +88,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._scheduler = Scheduler(cache, config)
-        self._bound_leases()
+        bound_leases(cache, config, max_model_len)
         classes = {name: spec.service_class for name, spec in config.tenants.items()}
         self.pressure = PressureControl(config.pressure, cache, self._scheduler, classes)
         self._forker = Forker(cache, self._scheduler, tokenizer, vocab_size)
@@ -114,31 +113,6 @@ class EngineCore:
     def audit(self, share: float, pool: BlockReader) -> None:
         """Compare this share of the blocks that hits are made of with what computing them gives; see Auditor."""
         self._auditor = Auditor(self.cache, self._runner, pool, self._forker.sample, share, self._config.token_budget)
-
-    def _bound_leases(self) -> None:
-        """Whatever is guaranteed or leased, the longest request must still be able to run."""
-        cache, retention = self.cache, self.cache.retention
-        room = cache.num_blocks - cache.peak_blocks(self.max_model_len, self._config.token_budget)
-        kept = cache.tenants.num_kept
-        if kept > max(0, room):
-            raise ConfigError(
-                f"tenants are guaranteed {kept} of {cache.num_blocks} KV blocks, and a context of "
-                f"{self.max_model_len} tokens needs {cache.num_blocks - room} beside them: guarantee less, lower "
-                "max_model_len or raise kv_memory (`--max-model-len`, `--kv-memory`)"
-            )
-        share, pool = int(self._config.lease_share * cache.num_blocks), f"the pool's {cache.num_blocks} blocks"
-        retention.limit_blocks = max(0, min(share, room))
-        retention.limit_cause = (
-            f"`--lease-share` gives leases {self._config.lease_share:g} of {pool}"
-            if share <= room
-            else f"a context of {self.max_model_len} tokens must fit beside leases, and needs "
-            f"{cache.num_blocks - room} of {pool}; lower `--max-model-len` or raise `--kv-memory`"
-        )
-        retention.guaranteed = {name: cache.tenants.guaranteed(name) for name in self._config.tenants}
-        retention.unguaranteed_limit_blocks = max(0, room - kept)
-        for name, spec in self._config.tenants.items():
-            if spec.lease_bytes is not None:
-                retention.owner_limits[name] = spec.lease_bytes // cache.layout.block_bytes
 
     @property
     def has_work(self) -> bool:
@@ -384,7 +358,7 @@ class EngineCore:
         if request.is_internal:
             return RequestOutput(request.request_id, (), request.usage, finished)
         if finished:
-            stats = _request_stats(request)
+            stats = stats_of(request)
             for observer in self.observers:
                 observer.on_finished(stats)
             if self._auditor is not None:
@@ -400,31 +374,3 @@ class EngineCore:
     def abort_all(self) -> list[RequestOutput]:
         """End every request now and let go of all blocks."""
         return [self._end(request, FinishReason.ABORT) for request in list(self._requests.values())]
-
-
-def _request_stats(request: Request) -> RequestStats:
-    times = request.token_times
-    now = time.perf_counter()
-    reasons = [each.finish_reason or FinishReason.ABORT for each in request.samples]
-    reason, num_restored_tokens = None, 0
-    if request.first_lease is not None and request.explanation is not None:
-        report = request.first_lease.restore_report
-        reason = request.explanation.with_restore(report).reason
-        if report is not None:
-            restored = report.num_restored_blocks * request.first_lease.tables[0].block_size
-            num_restored_tokens = min(restored, request.num_hit_tokens)
-    return RequestStats(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        scope=request.scope,
-        finish_reason=FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[0],
-        usage=request.usage,
-        queue_s=(request.admitted_at or now) - request.arrived_at,
-        ttft_s=times[0] - request.arrived_at if times else None,
-        itl_s=tuple(later - earlier for earlier, later in pairwise(times)),
-        e2e_s=now - request.arrived_at,
-        miss_reason=reason,
-        num_restored_tokens=num_restored_tokens,
-        num_blends_raised=request.blend.num_raised if request.blend else 0,
-        num_blends_whole=request.blend.num_whole if request.blend else 0,
-    )
