@@ -1,5 +1,7 @@
 """FP8: eight-bit floats (arXiv:2209.05433) with a scale per token and head, so that the largest becomes the largest.
 
+Keys are mixed first (mixed.py).
+
 e4m3   3 bits of mantissa, largest 448, no infinity       finer; the usual choice
 e5m2   2 bits of mantissa, largest 57,344                  coarser, and never underflows
 """
