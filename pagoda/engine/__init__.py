@@ -11,6 +11,8 @@
     pressure/     the pressure ladder at work: levels, refusals
     sparse/       kv_policies
     blend/        passages reused anywhere
+    lease_desk.py answers to the leases that requests ask for            lease_bounds.py: how much all may hold
+    history.py    the last requests, for explanations                 request_stats.py: what observers are told
     audit.py      hits computed again and compared
     assembly.py   the cache of an Engine: tiers opened, what its KV is the KV of
     engine.py     Engine: loads a model, sizes the pool, generates offline

@@ -10,5 +10,5 @@
                  ├── anthropic/ (/v1/messages: cache_control breakpoints become leases)
                  └── metrics.py ── /metrics, fed by the engine as its observer
 
-Whatever is refused leaves as `{"error": {"message", "type", "param", "code"}}` (errors.py).
+Whatever is refused leaves as `{"error": {"message", "type", "param", "code"}}` (errors.py), with an id (ids.py).
 """
