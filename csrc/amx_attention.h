@@ -1,14 +1,19 @@
-// One tile of BF16 attention on AMX. Scores are computed transposed, so that vector lanes are query rows throughout and
-// no sum or maximum ever crosses lanes:
+// BF16 attention on AMX tiles. Scores are computed transposed, so that vector lanes are query rows throughout and no sum or maximum
+// ever crosses lanes:
 //
 //     S^T [keys, rows] = K   [keys, head_dim]  x  Q^T  right operand, packed once per tile
 //     P^T [keys, rows] = 2^(S^T - top)             rounded to BF16 pairs of keys: already a right operand
 //     O^T [head_dim, rows] += V^T [head_dim, keys]  x  P^T
 //
-// K is a left operand as it lies in the pool, V after a transpose that all rows of the tile share.
+// K is a left operand as it lies in the pool, V after a transpose that all rows of the tile share: so a tile has many rows, and sixteen
+// of them, a block, meet kTileKeys entries at a time. What one block does between its products, the tiles' instructions for its
+// neighbours run beside:
+//
+//     tiles    S b | S c,   O a | S d,   O b |   ..
+//     vectors      | exp(S b)   | exp(S c)   |
 #pragma once
 
-#include "amx.h"
+#include "amx_softmax.h"
 #include "attention_tile.h"
 
 namespace pagoda::PAGODA_ISA {
@@ -16,31 +21,41 @@ namespace {
 
 constexpr int kMinAmxRows = 5;  // fewer rows waste the columns of a tile; float32 vectors are faster then
 
+constexpr int kAmxRows = 512;   // most rows of a tile: they share what is read and packed of K and V
+constexpr int kBlockScores = kTileKeys * kTileSide;
+
 struct AmxScratch {
-    bf16* q;        // [kTileRows / 16][head_dim / 2][16 rows][2]
+    bf16* q;        // [kAmxRows / 16][head_dim / 2][16 rows][2]
     bf16* k;        // [kTileKeys][head_dim]
     bf16* vt;       // [kTileKeys / 32][head_dim][32 keys]
-    bf16* p;        // [kTileKeys / 2][16 rows][2]
-    float* scores;  // [kTileKeys][16 rows]
-    float* acc;     // [kTileRows / 16][head_dim][16 rows]
-    float* top;     // [kTileRows]
-    float* sum;     // [kTileRows]
+    bf16* p;        // [2 blocks][kTileKeys / 2][16 rows][2]
+    float* scores;  // [2 blocks][kTileKeys][16 rows]
+    float* acc;     // [kAmxRows / 16][head_dim][16 rows]
+    float* top;     // [kAmxRows]
+    float* sum;     // [kAmxRows]
+    int32_t* first;  // [kAmxRows], and last: see BlockSeen
+    int32_t* last;
     void* widened;  // what Widened keeps
 
     AmxScratch(void* memory, int64_t head_dim)
         : q((bf16*)memory),
-          k(q + kTileRows * head_dim),
+          k(q + kAmxRows * head_dim),
           vt(k + kTileKeys * head_dim),
           p(vt + kTileKeys * head_dim),
-          scores((float*)(p + kTileKeys * kTileSide)),
-          acc(scores + kTileKeys * kTileSide),
-          top(acc + kTileRows * head_dim),
-          sum(top + kTileRows),
-          widened(sum + kTileRows) {}
+          scores((float*)(p + 2 * kBlockScores)),
+          acc(scores + 2 * kBlockScores),
+          top(acc + kAmxRows * head_dim),
+          sum(top + kAmxRows),
+          first((int32_t*)(sum + kAmxRows)),
+          last(first + kAmxRows),
+          widened(last + kAmxRows) {}
     static int64_t bytes(int64_t head_dim) {
-        return Widened<bf16>::bytes(head_dim) + (kTileRows + 2 * kTileKeys) * head_dim * (int64_t)sizeof(bf16) + kTileKeys * kTileSide * (int64_t)sizeof(bf16) +
-               (kTileKeys * kTileSide + kTileRows * (head_dim + 2)) * (int64_t)sizeof(float);
+        return Widened<bf16>::bytes(head_dim) + ((kAmxRows + 2 * kTileKeys) * head_dim + 2 * kBlockScores) * (int64_t)sizeof(bf16) +
+               (2 * kBlockScores + kAmxRows * (head_dim + 4)) * (int64_t)sizeof(float);
     }
+    BlockSeen seen(int block) const { return {first + block * kTileSide, last + block * kTileSide}; }
+    bf16* p_of(int block) const { return p + block % 2 * kBlockScores; }
+    float* scores_of(int block) const { return scores + block % 2 * kBlockScores; }
 };
 
 int64_t amx_scratch_bytes(int64_t head_dim) { return larger(Scratch::bytes(head_dim), AmxScratch::bytes(head_dim)); }
@@ -69,40 +84,43 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
     }
 }
 
-// Entries past `count` become zero, up to a whole tile of 32 keys: a NaN in a slot nobody wrote would spread.
 template <typename Source>
 inline void pack_keys(const Entries<bf16>& entries, const Source& source, int count, int64_t head_dim, bf16* to) {
     for (int turn = 0; turn < turns(count); turn++) {
         source.prefetch_next(turn);
-        for (int j = turn; j < count; j += turns(count)) memcpy(to + j * head_dim, entries.keys[j], head_dim * sizeof(bf16));
+        for (int j = turn; j < count; j += turns(count)) {
+            for (int64_t d = 0; d < head_dim; d += kTileDepth) _mm512_storeu_si512(to + j * head_dim + d, _mm512_loadu_si512(entries.keys[j] + d));
+        }
     }
-    const int end = (count + kTileSide - 1) / kTileSide * kTileSide;
-    memset(to + count * head_dim, 0, (end - count) * head_dim * sizeof(bf16));
 }
 
+// Entries past `count` become zero: a NaN in a slot nobody wrote would spread, though its probability is zero.
 inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
-    for (int j = 0; j < count; j += kTileDepth) {
-        for (int64_t d = 0; d < head_dim; d += kTileSide) {
-            __m512i r[kTileSide];
-            for (int pair = 0; pair < kTileSide; pair++) {
-                const int k = j + 2 * pair;
-                const __m512i even = k < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(entries.values[k] + d)))
-                                               : _mm512_setzero_si512();
-                const __m512i odd = k + 1 < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(entries.values[k + 1] + d)))
-                                                  : _mm512_setzero_si512();
-                r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
-            }
-            transpose(r);
-            for (int i = 0; i < kTileSide; i++) {
-                _mm512_storeu_si512(to + j * head_dim + (d + i) * kTileDepth, r[i]);
+    alignas(64) static const bf16 zeros[256] = {};
+    for (int j = 0; j < kTileKeys; j += kTileDepth, to += kTileDepth * head_dim) {
+        auto row = [&](int k) { return k < count ? entries.values[k] : zeros; };
+        for (int64_t d = 0; d < head_dim; d += kTileDepth) {
+            for (int half = 0; half < 2; half++) {  // of each eight channels
+                __m512i r[kTileSide];
+                for (int pair = 0; pair < kTileSide; pair++) {
+                    const __m512i even = _mm512_loadu_si512(row(j + 2 * pair) + d), odd = _mm512_loadu_si512(row(j + 2 * pair + 1) + d);
+                    r[pair] = half ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
+                }
+                transpose(r);
+                for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(to + (d + i / 4 * 8 + half * 4 + i % 4) * kTileDepth, r[i]);
             }
         }
     }
 }
 
-// scores [kTileKeys, 16] = K x Q^T for the keys of up to four tiles
-inline void amx_scores(const bf16* k, const bf16* q, int key_tiles, int64_t head_dim, float* scores) {
+// What was stored is in memory: GCC 12 does not know that loading a tile reads it.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
+
+// scores [kTileKeys, 16] = K x Q^T; `beside` gets some() as often as kSteps says for each 32 channels.
+template <int kSteps, typename Beside>
+PAGODA_INLINE void amx_scores(const bf16* k, const bf16* q, int64_t head_dim, float* scores, Beside& beside) {
     const int64_t stride = head_dim * sizeof(bf16);
+    before_tiles();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -111,18 +129,14 @@ inline void amx_scores(const bf16* k, const bf16* q, int key_tiles, int64_t head
         _tile_loadd(4, q + d * kTileSide, kTileRowBytes);
         _tile_loadd(5, k + d, stride);
         _tile_dpbf16ps(0, 5, 4);
-        if (key_tiles > 1) {
-            _tile_loadd(6, k + 16 * head_dim + d, stride);
-            _tile_dpbf16ps(1, 6, 4);
-        }
-        if (key_tiles > 2) {
-            _tile_loadd(5, k + 32 * head_dim + d, stride);
-            _tile_dpbf16ps(2, 5, 4);
-        }
-        if (key_tiles > 3) {
-            _tile_loadd(6, k + 48 * head_dim + d, stride);
-            _tile_dpbf16ps(3, 6, 4);
-        }
+        _tile_loadd(6, k + 16 * head_dim + d, stride);
+        _tile_dpbf16ps(1, 6, 4);
+        beside.some();
+        _tile_loadd(5, k + 32 * head_dim + d, stride);
+        _tile_dpbf16ps(2, 5, 4);
+        _tile_loadd(6, k + 48 * head_dim + d, stride);
+        _tile_dpbf16ps(3, 6, 4);
+        if (kSteps > 1) beside.some();
     }
     _tile_stored(0, scores, kTileRowBytes);
     _tile_stored(1, scores + 256, kTileRowBytes);
@@ -130,120 +144,110 @@ inline void amx_scores(const bf16* k, const bf16* q, int key_tiles, int64_t head
     _tile_stored(3, scores + 768, kTileRowBytes);
 }
 
-// acc [head_dim, 16] += V^T x P^T over 32 or 64 keys
-inline void amx_accumulate(const bf16* vt, const bf16* p, int key_tiles, int64_t head_dim, float* acc) {
+// acc [head_dim, 16] += V^T x P^T
+template <int kSteps, typename Beside>
+PAGODA_INLINE void amx_accumulate(const bf16* vt, const bf16* p, int64_t head_dim, float* acc, Beside& beside) {
+    const bf16* next = vt + kTileDepth * head_dim;
+    before_tiles();
     _tile_loadd(4, p, kTileRowBytes);
-    if (key_tiles > 1) _tile_loadd(5, p + kTileDepth * kTileSide, kTileRowBytes);
+    _tile_loadd(5, p + kTileDepth * kTileSide, kTileRowBytes);
     for (int64_t d = 0; d < head_dim; d += 2 * kTileSide) {
         float* to = acc + d * kTileSide;
         _tile_loadd(0, to, kTileRowBytes);
-        _tile_loadd(1, to + 256, kTileRowBytes);
         _tile_loadd(6, vt + d * kTileDepth, kTileRowBytes);
         _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(1, to + 256, kTileRowBytes);
         _tile_loadd(7, vt + (d + kTileSide) * kTileDepth, kTileRowBytes);
         _tile_dpbf16ps(1, 7, 4);
-        if (key_tiles > 1) {
-            const bf16* next = vt + kTileDepth * head_dim;
-            _tile_loadd(6, next + d * kTileDepth, kTileRowBytes);
-            _tile_dpbf16ps(0, 6, 5);
-            _tile_loadd(7, next + (d + kTileSide) * kTileDepth, kTileRowBytes);
-            _tile_dpbf16ps(1, 7, 5);
-        }
+        beside.some();
+        _tile_loadd(6, next + d * kTileDepth, kTileRowBytes);
+        _tile_dpbf16ps(0, 6, 5);
+        _tile_loadd(7, next + (d + kTileSide) * kTileDepth, kTileRowBytes);
+        _tile_dpbf16ps(1, 7, 5);
+        if (kSteps > 1) beside.some();
         _tile_stored(0, to, kTileRowBytes);
         _tile_stored(1, to + 256, kTileRowBytes);
     }
 }
 
-// First and last KV index that each of 16 rows sees, counted from `begin`.
-struct SeenLanes {
-    bool all;  // every row sees every one of the keys; then the rest is not set
-    IntVec first, last;
+struct Nothing {
+    void some() {}
 };
-inline SeenLanes seen_lanes(const AttentionArgs& a, const Tile& t, const Stretch& s, int64_t row, int64_t begin, int64_t end) {
-    const int64_t last_row = smaller(row + kTileSide, t.row_end) - 1;
-    SeenLanes lanes;
-    // What the first and the last row see, all rows between them see.
-    lanes.all = seen(a, t, s, row, begin, end).last == end - begin && seen(a, t, s, last_row, begin, end).first == 0;
-    if (lanes.all) return lanes;
-    for (int i = 0; i < kTileSide; i++) {
-        const Seen visible = seen(a, t, s, smaller(row + i, last_row), begin, end);
-        lanes.first[i] = visible.first;
-        lanes.last[i] = visible.last;
-    }
-    return lanes;
-}
 
-// Scores of 16 rows -> P^T as a right operand; returns what the accumulated output must be multiplied by. Plain scores
-// are scaled on the way into the exponential; those that are capped or masked are rewritten before. Probabilities are multiplied
-// with `value_scales` after they were summed.
-inline Vec amx_softmax(const AttentionArgs& a, float* scores, int count, const SeenLanes& seen, const float* value_scales, float* top,
-                       float* sum, bf16* p) {
-    const Vec nothing = splat(-INFINITY);
-    const bool plain = seen.all && a.softcap <= 0 && a.scale > 0;
-    const float unit = plain ? a.scale * kLog2E : 1.0f;
-    const Vec old_top = load(top);
-    Vec highest[2] = {nothing, nothing};
-    for (int j = 0; j < count; j++) {
-        Vec s = load(scores + j * kTileSide);
-        if (!plain) {
-            s = a.softcap > 0 ? tanh(s * (a.scale / a.softcap)) * (a.softcap * kLog2E) : s * (a.scale * kLog2E);
-            if (!seen.all) s = select((seen.first <= j) & (seen.last > j), s, nothing);
-            store(scores + j * kTileSide, s);
-        }
-        highest[j % 2] = max(highest[j % 2], s);
-    }
-    const Vec new_top = max(old_top, max(highest[0], highest[1]) * unit);
-    // A row that has seen no key yet keeps -inf; zero in its place makes its exponentials zero instead of NaN.
-    const Vec base = select(new_top == nothing, Vec{}, new_top);
-    const Vec rescale = exp2(old_top - base);
-    Vec total = load(sum) * rescale;
-    const int end = (count + kTileDepth - 1) / kTileDepth * kTileDepth;
-    for (int j = 0; j < end; j += 2) {
-        Vec even = j < count ? exp2(load(scores + j * kTileSide) * unit - base) : Vec{};
-        Vec odd = j + 1 < count ? exp2(load(scores + (j + 1) * kTileSide) * unit - base) : Vec{};
-        total += even + odd;
-        if (value_scales && j < count) {
-            even *= value_scales[j];
-            odd *= value_scales[smaller(j + 1, count - 1)];
-        }
-        _mm512_storeu_si512(p + j * kTileSide, pack_pairs(even, odd));
-    }
-    store(top, new_top);
-    store(sum, total);
-    return rescale;
-}
-
-// One stretch's part in what `s` accumulates.
-template <typename Source>
+// One stretch's part in what `s` accumulates. Scaled is what comes in codes.
+template <typename Source, bool kScaled, int kSteps>
 inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const AmxScratch& s) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
+    const int blocks = (int)((rows + kTileSide - 1) / kTileSide);
+    for (int64_t r = 0; r < blocks * kTileSide; r++) {
+        const Seen visible = seen(a, t, stretch, t.row_begin + smaller(r, rows - 1), stretch.begin, stretch.end);
+        s.first[r] = visible.first;
+        s.last[r] = visible.last;
+    }
+    const Scores scores(a);
     Source source(a, t, stretch, s.widened);
-    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, stretch.end);
-        const int count = (int)(end - begin);
-        const Entries<bf16>& entries = source.at(t.kv_head, begin, t.kv_head, end);
+    for (int64_t at = stretch.begin; at < stretch.end; at += kTileKeys) {
+        const int begin = (int)(at - stretch.begin), count = (int)(smaller(at + kTileKeys, stretch.end) - at);
+        const Entries<bf16>& entries = source.at(t.kv_head, at, t.kv_head, at + count);
+        int first = 0, last = blocks;  // those that see any of the entries
+        while (first < last && s.seen(first).none_of(begin, begin + count)) first++;
+        while (first < last && s.seen(last - 1).none_of(begin, begin + count)) last--;
+        if (first == last) continue;
         pack_keys(entries, source, count, head_dim, s.k);
         pack_values(entries, count, head_dim, s.vt);
-        const float *key_scales = source.key_scales(), *value_scales = source.value_scales();
-        for (int64_t r = 0; r < rows; r += kTileSide) {
-            const SeenLanes lanes = seen_lanes(a, t, stretch, t.row_begin + r, begin, end);
-            amx_scores(s.k, s.q + r * head_dim, (count + kTileSide - 1) / kTileSide, head_dim, s.scores);
-            for (int j = 0; key_scales && j < count; j++) {
-                store(s.scores + j * kTileSide, load(s.scores + j * kTileSide) * key_scales[j]);
-            }
-            const Vec rescale = amx_softmax(a, s.scores, count, lanes, value_scales, s.top + r, s.sum + r, s.p);
-            float* acc = s.acc + r * head_dim;
-            if (_mm512_cmpneq_ps_mask((__m512)rescale, (__m512)splat(1.0f))) {
-                for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);
-            }
-            amx_accumulate(s.vt, s.p, (count + kTileDepth - 1) / kTileDepth, head_dim, acc);
+
+        Nothing nothing;
+        Vec highest;
+        auto score = [&](int block, auto& beside) __attribute__((always_inline)) {
+            amx_scores<kSteps>(s.k, s.q + block * kTileSide * head_dim, head_dim, s.scores_of(block), beside);
+        };
+        auto prepare = [&](int block) {
+            scores.prepare(s.seen(block), begin, count, source.key_scales(), s.scores_of(block));
+            highest = largest(s.scores_of(block)) * scores.unit();
+        };
+        auto accumulate = [&](int block, auto& beside) __attribute__((always_inline)) {
+            amx_accumulate<kSteps>(s.vt, s.p_of(block), head_dim, s.acc + block * kTileSide * head_dim, beside);
+        };
+        score(first, nothing);
+        prepare(first);
+        for (int block = first; block < last; block++) {
+            float *top = s.top + block * kTileSide, *sum = s.sum + block * kTileSide;
+            const Vec base = raised_top(highest, top, sum, s.acc + block * kTileSide * head_dim, head_dim);
+            Exponentials<kScaled> exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, s.p_of(block));
+            if (block + 1 < last) score(block + 1, exponentials);
+            if (block > first) accumulate(block - 1, exponentials);
+            exponentials.finish(sum);
+            if (block + 1 < last) prepare(block + 1);
         }
+        accumulate(last - 1, nothing);
+    }
+}
+
+// With more channels there are more tile instructions, and fewer exponentials beside each.
+template <typename Source, bool kScaled>
+inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const AmxScratch& s) {
+    if (a.pool.head_dim < 128) return amx_attend<Source, kScaled, 2>(a, t, stretch, s);
+    amx_attend<Source, kScaled, 1>(a, t, stretch, s);
+}
+
+// Rows that do not fill tiles, as many at a time as vectors have room for.
+inline void attend_on_vectors(const AttentionArgs& a, const Tile& t, void* memory) {
+    if (t.num_kv_heads > 1) return attention<bf16>(a, t, memory);
+    for (int64_t row = t.row_begin; row < t.row_end; row += kTileRows) {
+        Tile part = t;
+        part.row_begin = row;
+        part.row_end = smaller(row + kTileRows, t.row_end);
+        if (t.partial_out) {
+            part.partial_out = t.partial_out + (row - t.row_begin) * a.pool.head_dim;
+            part.partial_lse = t.partial_lse + (row - t.row_begin);
+        }
+        attention<bf16>(a, part, memory);
     }
 }
 
 void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
-    if (t.num_kv_heads > 1 || rows < kMinAmxRows || head_dim % kTileDepth != 0) return attention<bf16>(a, t, memory);
+    if (t.num_kv_heads > 1 || rows < kMinAmxRows || head_dim % kTileDepth != 0) return attend_on_vectors(a, t, memory);
     const AmxScratch s(memory, head_dim);
     const TileConfig configured;
     const int64_t padded_rows = (rows + kTileSide - 1) / kTileSide * kTileSide;
@@ -255,9 +259,9 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     }
     for (const Stretch& stretch : stretches(a, t)) {
         if (lies_as<bf16>(stretch)) {
-            amx_attend<InPlace<bf16>>(a, t, stretch, s);
+            amx_attend<InPlace<bf16>, false>(a, t, stretch, s);
         } else {
-            amx_attend<Widened<bf16>>(a, t, stretch, s);
+            amx_attend<Widened<bf16>, true>(a, t, stretch, s);
         }
     }
     for (int64_t r = 0; r < rows; r += kTileSide) {

@@ -25,7 +25,7 @@ void paged_attention(DType dtype, AttentionArgs args, const Batch& batch, int th
         own_lse.resize(batch.num_rows * args.num_heads);
         args.lse = own_lse.data();
     }
-    const AttentionPlan plan = plan_attention(args, batch, threads);
+    const AttentionPlan plan = plan_attention(dtype, args, batch, threads);
     parallel_tasks(plan.tasks.size(), threads, [&](int64_t i) { attend(dtype, args, plan.tasks[i]); });
     constexpr int64_t kMergesAtOnce = 16;
     parallel_ranges(plan.merges.size(), kMergesAtOnce, threads, [&](int64_t begin, int64_t end) {

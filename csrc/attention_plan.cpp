@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kMinPartKeys = 256;   // of one KV head; shorter parts cost more to merge than they balance
 constexpr int64_t kFewRows = 4;         // of a KV head; with more of them, arithmetic counts and not the length of runs
 constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
+constexpr int64_t kTilesPerThread = 6;  // where there are rows for so many
 
 // A tile's time in units of one key against up to 16 rows.
 int64_t cost(const Tile& t) {
@@ -35,7 +36,7 @@ struct SharedTile {
     std::vector<Source> parts;
 };
 
-std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& batch) {
+std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& batch, int64_t rows_at_once) {
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     std::vector<SharedTile> result;
     for (int64_t s = 0; s < batch.num_shared; s++) {
@@ -44,7 +45,7 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
         const int64_t rows = (batch.query_start[shared.first_request + shared.num_requests] - token_row) * group;
         const int64_t keys = int64_t{shared.num_blocks} * args.pool.block_size;
         for (int head = 0; head < args.pool.num_kv_heads; head++) {
-            for (int64_t begin = 0; begin < rows; begin += kTileRows) {
+            for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
                 // All rows come after all of these entries: no position is needed beyond that.
                 const Tile tile = {.blocks = batch.block_table + shared.first_request * batch.block_table_stride,
                                    .request = shared.first_request,
@@ -53,7 +54,7 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
                                    .kv_head = head,
                                    .num_kv_heads = 1,
                                    .row_begin = begin,
-                                   .row_end = std::min(begin + kTileRows, rows),
+                                   .row_end = std::min(begin + rows_at_once, rows),
                                    .key_begin = 0,
                                    .key_end = keys,
                                    .partial_out = nullptr,
@@ -66,7 +67,7 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
 }
 
 // Every row of the batch once per KV head, against all it sees that is not shared.
-std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch) {
+std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch, int64_t rows_at_once) {
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     std::vector<const SharedPrefix*> shared_by(batch.num_requests, nullptr);
     for (int64_t s = 0; s < batch.num_shared; s++) {
@@ -78,7 +79,7 @@ std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch) {
         const SharedPrefix* shared = shared_by[r];
         const int64_t rows = query_len * group;
         const int heads_at_once = rows <= kFewRows ? kTileRows / kFewRows : 1;
-        for (const Tile& tile : request_tiles(args, batch, r, heads_at_once)) {
+        for (const Tile& tile : request_tiles(args, batch, r, heads_at_once, rows_at_once)) {
             Whole whole = {tile, shared, 0};
             if (shared) {
                 whole.tile.key_begin = int64_t{shared->num_blocks} * args.pool.block_size;
@@ -92,8 +93,8 @@ std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch) {
 
 class Planner {
 public:
-    Planner(const AttentionArgs& args, const Batch& batch, int threads)
-        : head_dim_(args.pool.head_dim), shared_(shared_tiles(args, batch)), own_(own_tiles(args, batch)) {
+    Planner(const AttentionArgs& args, const Batch& batch, int64_t rows_at_once, int threads)
+        : head_dim_(args.pool.head_dim), shared_(shared_tiles(args, batch, rows_at_once)), own_(own_tiles(args, batch, rows_at_once)) {
         int64_t total = 0;
         for (const SharedTile& s : shared_) total += cost(s.tile);
         for (const Whole& o : own_) total += cost(o.tile);
@@ -226,15 +227,15 @@ void store_as(DType dtype, void* to, int64_t index, float value) {
 
 }  // namespace
 
-std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once) {
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once, int64_t rows_at_once) {
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
     const int64_t token_row = batch.query_start[request], query_len = batch.query_start[request + 1] - token_row;
     const int64_t first_position = first_place(args, batch, request), rows = query_len * group;
     auto place = [&](int64_t row) { return args.places ? args.places[token_row + row / group] : first_position + row / group; };
     std::vector<Tile> result;
     for (int head = 0; head < args.pool.num_kv_heads; head += heads_at_once) {
-        for (int64_t begin = 0; begin < rows; begin += kTileRows) {
-            const int64_t end = std::min(begin + kTileRows, rows);
+        for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
+            const int64_t end = std::min(begin + rows_at_once, rows);
             const int64_t first = place(begin), last = place(end - 1);
             result.push_back({.blocks = batch.block_table + request * batch.block_table_stride,
                               .request = request,
@@ -287,15 +288,18 @@ void check_attention(const AttentionArgs& args, const Batch& batch) {
     check_shared(args, batch);
 }
 
-AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int threads) {
-    return Planner(args, batch, threads).make();
+AttentionPlan plan_attention(DType dtype, const AttentionArgs& args, const Batch& batch, int threads) {
+    // The more rows a tile has, the fewer read and pack the same entries; but threads need tiles to share.
+    const int64_t share = batch.num_rows * args.num_heads / (threads * kTilesPerThread);
+    const int64_t rows_at_once = std::clamp<int64_t>(share / kTileRows * kTileRows, kTileRows, isa().attention_rows[dtype]);
+    return Planner(args, batch, rows_at_once, threads).make();
 }
 
 void add_mass_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, float* mass, int64_t stride,
                     std::vector<MassTile>& tasks) {
     constexpr int64_t kKeys = 8 * kTileKeys;
     const int64_t group = args.num_heads / args.pool.num_kv_heads;
-    for (const Tile& t : request_tiles(args, batch, request, 1)) {
+    for (const Tile& t : request_tiles(args, batch, request, 1, kTileRows)) {
         if (t.row_begin != 0) continue;  // one task has all rows, so that no two add to the same entry
         for (int64_t begin = t.key_begin; begin < batch.context_lens[request]; begin += kKeys) {
             Tile task = t;

@@ -45,10 +45,10 @@ struct AttentionPlan {
 void check_attention(const AttentionArgs& args, const Batch& batch);
 
 // Valid for all layers whose pools have the same shape and whose window is the same: of the pool, only sizes are used.
-AttentionPlan plan_attention(const AttentionArgs& args, const Batch& batch, int threads);
+AttentionPlan plan_attention(DType dtype, const AttentionArgs& args, const Batch& batch, int threads);
 
-// One request's rows, tile by tile and `heads_at_once` KV heads by as many, against all they see.
-std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once);
+// One request's rows, at most `rows_at_once` to a tile and `heads_at_once` KV heads by as many, against all they see.
+std::vector<Tile> request_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, int heads_at_once, int64_t rows_at_once);
 
 // The tasks that add what attention a request's rows pay to `mass`, [num_kv_heads, stride], zeroed: once they have attended.
 void add_mass_tiles(const AttentionArgs& args, const Batch& batch, int64_t request, float* mass, int64_t stride,

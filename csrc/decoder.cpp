@@ -351,7 +351,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
             float* mass = own.mass + m * shape_.num_kv_heads * step.mass_stride;
             add_mass_tiles(args, batch, step.mass_of[m], mass, step.mass_stride, attention[i].mass);
         }
-        if (same == plans.end()) plans.push_back({layer.group, layer.window, own.context_lens, plan_attention(args, batch, threads)});
+        if (same == plans.end()) plans.push_back({layer.group, layer.window, own.context_lens, plan_attention(kBF16, args, batch, threads)});
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](auto share) {

@@ -24,9 +24,11 @@ const IsaTable table = {
     .turn_kv = {turn_kv<float>, turn_kv<bf16>, turn_kv<f16>},
     .close_blocks = {close_blocks<float>, close_blocks<bf16>, close_blocks<f16>},
 #if defined(__AMX_BF16__)
+    .attention_rows = {kTileRows, kAmxRows, kTileRows},
     .attention_scratch_bytes = amx_scratch_bytes,
     .attention = {attention<float>, amx_attention, attention<f16>},
 #else
+    .attention_rows = {kTileRows, kTileRows, kTileRows},
     .attention_scratch_bytes = Scratch::bytes,
     .attention = {attention<float>, attention<bf16>, attention<f16>},
 #endif

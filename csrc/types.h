@@ -139,7 +139,7 @@ struct AttentionArgs {
     float* lse;      // [rows, num_heads]
 };
 
-constexpr int kTileRows = 128;  // most query rows of one tile
+constexpr int kTileRows = 128;  // most query rows of a tile on vectors, and of several KV heads together
 constexpr int kTileKeys = 64;   // KV entries scored before one softmax update
 
 // The work of one task: some query rows of one request, those of one KV head or of several, against some of its KV entries.
@@ -154,7 +154,7 @@ struct Tile {
     int64_t first_token_row;  // the request's first row in q
     int64_t first_position;   // KV index of that row; of those after it too, unless they have places
     int kv_head, num_kv_heads;
-    int64_t row_begin, row_end;  // of each KV head; all heads' rows together are at most kTileRows
+    int64_t row_begin, row_end;  // of each KV head
     int64_t key_begin, key_end;
     // Where a split context leaves its part: [heads, rows, head_dim] normalised, and [heads, rows]. Null: write out and lse.
     float* partial_out;
@@ -281,6 +281,7 @@ struct IsaTable {
     void (*turn_kv[kNumDTypes])(const TurnArgs&, int64_t row_begin, int64_t row_end);
     // Once all rows are written, where blocks are staged.
     void (*close_blocks[kNumDTypes])(const WriteArgs&, int64_t row_begin, int64_t row_end);
+    int64_t attention_rows[kNumDTypes];  // most query rows of a tile
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);

@@ -142,6 +142,29 @@ def test_many_heads_share_one_kv_head(isa: str, dtype: torch.dtype) -> None:
     check(make_batch([(40, 40), (75, 1)], num_kv_heads=1, group=71, head_dim=32, dtype=dtype))
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("head_dim", [24, 32, 96])
+def test_many_rows_of_one_kv_head(isa: str, head_dim: int, window: int | None) -> None:
+    """More than one tile has room for, of which some see nothing of what the others see."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        batch = make_batch(
+            [(350, 250)], num_kv_heads=1, group=16, head_dim=head_dim, dtype=torch.bfloat16, window=window
+        )
+        check(batch, window=window)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_later_scores_are_far_larger(isa: str) -> None:
+    batch = make_batch([(300, 100), (200, 1)], group=8, dtype=torch.bfloat16)
+    for request, context in enumerate(batch.context_lens.tolist()):
+        for j in range(context // 2, context):
+            batch.view.keys[int(batch.block_table[request, j // 16]), :, j % 16] *= 12
+    check(batch)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("group", [1, 8])
 def test_split_context(isa: str, threads: int, group: int) -> None:
