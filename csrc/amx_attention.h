@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kMinAmxRows = 5;  // fewer rows waste the columns of a tile; float32 vectors are faster then
 
-constexpr int kAmxRows = 512;   // most rows of a tile: they share what is read and packed of K and V
+constexpr int kAmxRows = 768;   // most rows of a tile: they share what is read and packed of K and V
 constexpr int kBlockScores = kTileKeys * kTileSide;
 
 struct AmxScratch {
@@ -174,8 +174,8 @@ struct Nothing {
     void some() {}
 };
 
-// One stretch's part in what `s` accumulates. Scaled is what comes in codes.
-template <typename Source, bool kScaled, int kSteps>
+// One stretch's part in what `s` accumulates.
+template <typename Source, int kSteps>
 inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const AmxScratch& s) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     const int blocks = (int)((rows + kTileSide - 1) / kTileSide);
@@ -213,7 +213,7 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         for (int block = first; block < last; block++) {
             float *top = s.top + block * kTileSide, *sum = s.sum + block * kTileSide;
             const Vec base = raised_top(highest, top, sum, s.acc + block * kTileSide * head_dim, head_dim);
-            Exponentials<kScaled> exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, s.p_of(block));
+            Exponentials exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, s.p_of(block));
             if (block + 1 < last) score(block + 1, exponentials);
             if (block > first) accumulate(block - 1, exponentials);
             exponentials.finish(sum);
@@ -224,10 +224,10 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
 }
 
 // With more channels there are more tile instructions, and fewer exponentials beside each.
-template <typename Source, bool kScaled>
+template <typename Source>
 inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const AmxScratch& s) {
-    if (a.pool.head_dim < 128) return amx_attend<Source, kScaled, 2>(a, t, stretch, s);
-    amx_attend<Source, kScaled, 1>(a, t, stretch, s);
+    if (a.pool.head_dim < 128) return amx_attend<Source, 2>(a, t, stretch, s);
+    amx_attend<Source, 1>(a, t, stretch, s);
 }
 
 // Rows that do not fill tiles, as many at a time as vectors have room for.
@@ -259,9 +259,9 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     }
     for (const Stretch& stretch : stretches(a, t)) {
         if (lies_as<bf16>(stretch)) {
-            amx_attend<InPlace<bf16>, false>(a, t, stretch, s);
+            amx_attend<InPlace<bf16>>(a, t, stretch, s);
         } else {
-            amx_attend<Widened<bf16>, true>(a, t, stretch, s);
+            amx_attend<Widened<bf16>>(a, t, stretch, s);
         }
     }
     for (int64_t r = 0; r < rows; r += kTileSide) {

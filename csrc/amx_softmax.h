@@ -71,8 +71,7 @@ inline Vec raised_top(Vec highest, float* top, float* sum, float* acc, int64_t h
 }
 
 // Scores become P^T as a right operand, eight entries with each call of some(): between tile instructions, so that vectors and tiles work
-// at once. Probabilities are multiplied with `value_scales` after they were summed.
-template <bool kScaled>
+// at once. Probabilities are multiplied with `value_scales`, unless that is null, after they were summed.
 class Exponentials {
 public:
     Exponentials(const float* scores, float unit, Vec base, const float* value_scales, int count, bf16* p)
@@ -84,7 +83,7 @@ public:
         each([&](int i) { x[i] = load(scores_ + (next_ + i) * kTileSide) * unit_ - base_; });
         power(x, y);
         total_ += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
-        if (kScaled) each([&](int i) { y[i] *= value_scales_[smaller(next_ + i, count_ - 1)]; });
+        if (value_scales_) each([&](int i) { y[i] *= value_scales_[smaller(next_ + i, count_ - 1)]; });
         for (int i = 0; i < kAtOnce; i += 2) _mm512_storeu_si512(p_ + (next_ + i) * kTileSide, pack_pairs(y[i], y[i + 1]));
         next_ += kAtOnce;
     }

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kMinPartKeys = 256;   // of one KV head; shorter parts cost more to merge than they balance
 constexpr int64_t kFewRows = 4;         // of a KV head; with more of them, arithmetic counts and not the length of runs
 constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
-constexpr int64_t kTilesPerThread = 6;  // where there are rows for so many
+constexpr int64_t kTilesPerThread = 3;  // where there are rows for so many
 
 // A tile's time in units of one key against up to 16 rows.
 int64_t cost(const Tile& t) {
@@ -112,7 +112,9 @@ public:
 private:
     int64_t num_parts(const Tile& t) const {
         const int64_t most = std::max<int64_t>(1, (t.key_end - t.key_begin) * t.num_kv_heads / kMinPartKeys);
-        return std::clamp<int64_t>((cost(t) + longest_ - 1) / longest_, 1, most);
+        const bool many_rows = t.row_end - t.row_begin > kTileRows;  // merging them would cost more than it balances
+        const int64_t longest = many_rows ? 2 * longest_ : longest_;
+        return std::clamp<int64_t>((cost(t) + longest - 1) / longest, 1, most);
     }
 
     // Adds the tile's parts as tasks with a place of their own for what they compute.
