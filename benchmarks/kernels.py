@@ -119,7 +119,10 @@ def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int)
 
 
 def bench_formats(num_kv_heads: int, group: int, head_dim: int, context: int, rounds: int) -> dict[str, float]:
-    """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer."""
+    """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
+
+    A call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step.
+    """
     q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
     table = torch.randperm(context // BLOCK_SIZE).to(torch.int32)[None]
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)

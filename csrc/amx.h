@@ -31,14 +31,17 @@ struct alignas(64) TileShapes {
 // In memory from the start: GCC 12 believes that `_tile_loadconfig` reads eight bytes, and may store the others later.
 constexpr TileShapes kFullTiles;
 
-// All eight tile registers at full size while this object lives.
+// Tile registers have these shapes while this object lives.
 class TileConfig {
 public:
-    TileConfig() { _tile_loadconfig(&kFullTiles); }
+    explicit TileConfig(const TileShapes& shapes = kFullTiles) { _tile_loadconfig(&shapes); }
     ~TileConfig() { _tile_release(); }
     TileConfig(const TileConfig&) = delete;
     TileConfig& operator=(const TileConfig&) = delete;
 };
+
+// Before tiles are loaded from what was just written: GCC 12 does not know that `_tile_loadd` reads memory.
+inline void memory_is_written() { __asm__ volatile("" ::: "memory"); }
 
 // In-place transpose of 16 x 16 32-bit lanes.
 inline void transpose(__m512i r[16]) {

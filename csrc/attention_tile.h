@@ -24,6 +24,8 @@ struct Scratch {
     float* sum;     // [kTileRows]
     void* widened;  // what Widened keeps, or the less that Int8InPlace does
 
+    Scratch(float* q, float* acc, float* scores, float* top, float* sum, void* widened)
+        : q(q), acc(acc), scores(scores), top(top), sum(sum), widened(widened) {}
     Scratch(void* memory, int64_t head_dim)
         : q((float*)memory),
           acc(q + kTileRows * padded(head_dim)),

@@ -4,7 +4,7 @@
 #include "linear.h"
 #include "sketch_scores.h"
 #if defined(__AMX_BF16__)
-#include "amx_attention.h"
+#include "amx_few_rows.h"
 #include "amx_rows.h"
 #endif
 
@@ -25,8 +25,8 @@ const IsaTable table = {
     .close_blocks = {close_blocks<float>, close_blocks<bf16>, close_blocks<f16>},
 #if defined(__AMX_BF16__)
     .attention_rows = {kTileRows, kAmxRows, kTileRows},
-    .attention_scratch_bytes = amx_scratch_bytes,
-    .attention = {attention<float>, amx_attention, attention<f16>},
+    .attention_scratch_bytes = tile_scratch_bytes,
+    .attention = {attention<float>, attention_on_tiles, attention<f16>},
 #else
     .attention_rows = {kTileRows, kTileRows, kTileRows},
     .attention_scratch_bytes = Scratch::bytes,

@@ -90,17 +90,19 @@ def test_what_is_written_is_the_reference_to_the_bit(
 
 
 @each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_read_as_nan_and_spoils_no_earlier_step(
-    isa: str, formats: tuple[str, str], bad: float
+    isa: str, formats: tuple[str, str], dtype: torch.dtype, bad: float
 ) -> None:
-    spoilt, sound = pair(formats, 40, torch.float32)
+    spoilt, sound = pair(formats, 40, dtype)
     spoilt.k[33] = spoilt.v[33] = bad
     for start, stop in ((0, 20), (20, 33)):
         assert torch.equal(spoilt.step(native, start, stop).out, sound.step(native, start, stop).out)
-    after = spoilt.step(native, 33, 40).out
-    if spoilt.view.staging is None and spoilt.view.is_quantized:
-        assert after.isnan().all()
+    for start, stop in ((33, 34), (34, 40)):
+        after = spoilt.step(native, start, stop).out
+        if spoilt.view.staging is None and spoilt.view.is_quantized:
+            assert after.isnan().all()
 
 
 @each_format
