@@ -119,15 +119,11 @@ class CompactMatrix:
         _native.compact(*source, matrix_at(matrix), threads)
         return matrix
 
-    def __getitem__(self, outputs: slice) -> CompactMatrix:
-        """Some strips, as a view.
-
-        Raises:
-            KernelError: `outputs` does not begin and end between strips.
-        """
+    def __getitem__(self, outputs: slice) -> CompactMatrix | torch.Tensor:
+        """The rows of some outputs: a view if they are whole strips, else a new tensor."""
         begin, end, step = outputs.indices(self.shape[0])
         if begin % STRIP or end % STRIP or step != 1:
-            raise KernelError(f"outputs {begin} to {end} of a compact matrix are not whole strips of {STRIP}")
+            return self.rows(torch.arange(begin, end, step))
         strips = slice(begin // STRIP, end // STRIP)
         first = self.first_exceptions[strips.start : strips.stop + 1]
         return CompactMatrix(self.strips[strips], self.high_bytes[strips], first, self.exceptions)
