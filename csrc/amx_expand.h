@@ -83,6 +83,7 @@ public:
         bf16* to = to_ + (next_++ & mask_) * 2 * kTileValues;
         first_.expand(to);
         second_.expand(to + kTileValues);
+        memory_is_written();
     }
 
 private:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 _PARTS = ("master", "volume", "filer", "s3")
 _START_S = 60.0
 
@@ -77,18 +79,18 @@ class S3Server:
         from obstore.exceptions import BaseError
 
         try:
-            obstore.put(self.store("ready"), "ready", b"")
+            obstore.put(self.store("ready", timeout_s=4), "ready", b"")
         except (BaseError, OSError):
             return False
         return True
 
-    def store(self, bucket: str, timeout_s: int = 4) -> Any:
+    def store(self, bucket: str, timeout_s: float = PATIENCE_S) -> Any:
         """One that reports every error within so many seconds. A bucket is there once something was put."""
         from obstore.store import S3Store
 
         config = {name.lower(): value for name, value in self.environment.items()}
         return S3Store(
-            bucket, config=config, client_options={"timeout": f"{timeout_s}s"}, retry_config={"max_retries": 0}
+            bucket, config=config, client_options={"timeout": f"{timeout_s:.0f}s"}, retry_config={"max_retries": 0}
         )
 
     def kill(self) -> None:
