@@ -113,14 +113,11 @@ inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_di
     }
 }
 
-// What was stored is in memory: GCC 12 does not know that loading a tile reads it.
-inline void before_tiles() { asm volatile("" ::: "memory"); }
-
 // scores [kTileKeys, 16] = K x Q^T; `beside` gets some() as often as kSteps says for each 32 channels.
 template <int kSteps, typename Beside>
 PAGODA_INLINE void amx_scores(const bf16* k, const bf16* q, int64_t head_dim, float* scores, Beside& beside) {
     const int64_t stride = head_dim * sizeof(bf16);
-    before_tiles();
+    memory_is_written();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -148,7 +145,7 @@ PAGODA_INLINE void amx_scores(const bf16* k, const bf16* q, int64_t head_dim, fl
 template <int kSteps, typename Beside>
 PAGODA_INLINE void amx_accumulate(const bf16* vt, const bf16* p, int64_t head_dim, float* acc, Beside& beside) {
     const bf16* next = vt + kTileDepth * head_dim;
-    before_tiles();
+    memory_is_written();
     _tile_loadd(4, p, kTileRowBytes);
     _tile_loadd(5, p + kTileDepth * kTileSide, kTileRowBytes);
     for (int64_t d = 0; d < head_dim; d += 2 * kTileSide) {

@@ -152,7 +152,7 @@ public:
     }
 
 private:
-    // Of queries up to `largest` in 16 bits: BF16 times a power of two, so that a query of at least 1/128 of the largest is exact.
+    // Of queries up to `largest` in 16 bits: off by at most 2^-15 of the largest.
     float unit_of(float largest) const {
         constexpr uint32_t kExponent = 0x7f800000, kTop = 14u << 23;  // bits below the top one, as an exponent
         const float scale = fabsf(query_scale(a_)), plain = scale > 0 ? largest / scale : 0.0f;

@@ -63,7 +63,7 @@ inline Vec raised_top(Vec highest, float* top, float* sum, float* acc, int64_t h
     // A row that has seen no entry yet keeps -inf; zero in its place makes its exponentials zero instead of NaN.
     auto base = [&](Vec t) { return select(t == nothing, Vec{}, t); };
     if (!_mm512_movepi32_mask((__m512i)higher)) return base(old_top);
-    const Vec new_top = select(higher, highest, old_top), rescale = exp2(old_top - base(new_top));
+    const Vec new_top = select(higher, highest, old_top), rescale = select(higher, exp2(old_top - base(new_top)), splat(1.0f));
     store(top, new_top);
     store(sum, load(sum) * rescale);
     for (int64_t d = 0; d < head_dim; d++) store(acc + d * kTileSide, load(acc + d * kTileSide) * rescale);

@@ -7,6 +7,7 @@ view.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -31,7 +32,8 @@ def host_memory(num_bytes: int) -> ByteArray:
         return np.frombuffer(mapping, dtype=np.uint8)[:num_bytes]
     # Private: huge pages of shared memory are a setting of their own, and off as a rule.
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel that was built without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
     skipped = -memory.ctypes.data % _HUGE_PAGE
     return memory[skipped : skipped + num_bytes]

@@ -27,6 +27,17 @@ def test_host_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int, has_huge_p
     assert (view == 7).all()
 
 
+def test_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(memory.mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(memory.mmap, "mmap", Mapping)
+    got = host_memory(3 << 20)
+    got[:] = 1
+    assert got.shape == (3 << 20,)
+
+
 def test_a_shelf_keeps_pieces_together_and_apart() -> None:
     shelf = Shelf()
     pieces = [shelf.take(size) for size in (100, 64, 0, 1, 5000)]

@@ -142,5 +142,5 @@ def broken_event(name: str, *, is_anthropic: bool) -> bytes:
     """What ends the stream of the answer `name` when its replica went away."""
     message = "The replica that was answering went away; the answer is incomplete. Send the request again."
     data = json.dumps(_error_body(502, "replica_lost", message, name, is_anthropic=is_anthropic))
-    name = "event: error\n" if is_anthropic else ""
-    return f"\n\n{name}data: {data}\n\n".encode()
+    kind = "event: error\n" if is_anthropic else ""
+    return f"\n\n{kind}data: {data}\n\n".encode()

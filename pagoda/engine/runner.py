@@ -164,9 +164,13 @@ class ModelRunner:
         found = []
         for rows in plan:
             sample = rows.sample
-            if rows.needs_logits or sample.sparse is not None or sample.request.blend is not None:
+            # Of a single row the logits tell.
+            if rows.stop - rows.start == 1 or sample.sparse is not None or sample.request.blend is not None:
                 continue
-            slots = torch.from_numpy(sample.running_lease.tables[group].slots(rows.start, rows.stop // size * size))
+            # What is staged is shared once its block is whole, and what is not at once.
+            staged = self._staging is not None
+            start, stop = (at // size * size if staged else at for at in (rows.start, rows.stop))
+            slots = torch.from_numpy(sample.running_lease.tables[group].slots(start, max(start, stop)))
             slots = slots.to(self.decoder.device, torch.int64)
             if not bool(self.kv[-1].are_finite(slots // size, slots % size).all()):
                 found.append(rows)

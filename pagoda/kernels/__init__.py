@@ -23,8 +23,8 @@ from pagoda.kernels.cascade import find_shared_prefixes
 from pagoda.kernels.dispatch import (
     add_rms_norm,
     backend_name,
-    compacts_matrices,
     gelu_mul,
+    has_matrix_tiles,
     linear,
     paged_attention,
     recall_entries,
@@ -56,7 +56,7 @@ __all__ = [
     "add_rms_norm",
     "backend_name",
     "can_fuse",
-    "compacts_matrices",
+    "has_matrix_tiles",
     "find_shared_prefixes",
     "gelu_mul",
     "linear",

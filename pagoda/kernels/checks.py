@@ -48,7 +48,8 @@ def check_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> 
         found, fits = _show(weight), x.dtype == weight.dtype
     if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1] or not fits:
         raise KernelError(
-            f"linear needs x [rows, in] and weight [out, in] of one dtype, or int8; got {_show(x)}, {found}"
+            "linear needs x [rows, in] and weight [out, in] of one dtype, or int8, or compact with an x of bfloat16; "
+            f"got {_show(x)}, {found}"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
         raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {_show(bias)}")

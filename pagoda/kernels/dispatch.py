@@ -49,8 +49,8 @@ def backend_name() -> str:
     return _backend.__name__.rpartition(".")[2]
 
 
-def compacts_matrices() -> bool:
-    """Whether the kernels of this machine multiply a CompactMatrix as it lies (Intel AMX)."""
+def has_matrix_tiles() -> bool:
+    """Whether the kernels run on matrix tiles here (Intel AMX), which also multiply a CompactMatrix as it lies."""
     if backend_name() != "native":
         return False
     import pagoda._native as _native

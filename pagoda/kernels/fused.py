@@ -15,7 +15,7 @@ import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels import checks
-from pagoda.kernels.dispatch import compacts_matrices
+from pagoda.kernels.dispatch import has_matrix_tiles
 from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix, matrix_at
 from pagoda.kernels.steering import NO_STEERING, Steering, steering_at
 from pagoda.kernels.types import KVView, SharedPrefix
@@ -269,7 +269,7 @@ def can_fuse(layers: Sequence[LayerTensors], embedding: Matrix, lm_head: Matrix,
     matrices = [lm_head, *(getattr(layer, field) for layer in layers for field in _MATRICES)]
     vectors = [v for layer in layers for v in (getattr(layer, field) for field in _VECTORS) if v is not None]
     return (
-        compacts_matrices()  # which takes matrix tiles, too
+        has_matrix_tiles()
         and all(map(_fills_tiles, matrices))
         and _is_plain(embedding)
         and all(map(_is_plain, vectors))

@@ -108,12 +108,16 @@ class KVView:
         return self.key_scales is not None and self.key_zeros is None
 
     def are_finite(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Whether the values of entries are finite numbers, bool `[n]`; of blocks quantized as a whole once they are.
+        """Whether entries are finite numbers, bool `[n]`; of blocks quantized as a whole once they are.
 
-        What is not finite makes the scale or the zero of its entry NaN.
+        What is not finite makes the scale or the zero of its entry, or of its channel in the block, NaN.
         """
-        told = next(part for part in (self.value_zeros, self.value_scales, self.values) if part is not None)
-        return told[blocks, :, offsets].isfinite().flatten(1).all(1)
+        values = next(part for part in (self.value_zeros, self.value_scales, self.values) if part is not None)
+        finite = values[blocks, :, offsets].isfinite().flatten(1).all(1)
+        if self.key_zeros is not None:
+            return finite & self.key_zeros[blocks].isfinite().flatten(1).all(1)
+        keys = self.keys if self.key_scales is None else self.key_scales
+        return finite & keys[blocks, :, offsets].isfinite().flatten(1).all(1)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether keys and values are stored as they are, in this dtype."""

@@ -11,7 +11,7 @@ import torch
 
 from pagoda.errors import ConfigError, WeightsError
 from pagoda.files import Progress
-from pagoda.kernels import compacts_matrices
+from pagoda.kernels import has_matrix_tiles
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf import convert_gguf, gguf_identity
 from pagoda.model.progress import terminal_progress
@@ -101,7 +101,7 @@ def _load(
         dtype=_DTYPES.get(spec.dtype if dtype == "auto" else dtype, torch.float32),
         device=device,
         weights_format=weights_format,
-        compacts=compacts_matrices(),
+        compacts=has_matrix_tiles(),
         progress=progress,
     )
     identity = identity or weights_identity(source, progress)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,6 @@ from pagoda.errors import InvalidRequest, ModelError, UnsupportedModel
 from pagoda.model.chat import ChatTemplate
 from pagoda.model.spec import token_ids
 
-# One text at a time needs no threads of the library's own: the model's have the cores.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import socket
 
@@ -28,16 +27,6 @@ class DrainingServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_level=log_level, log_config=None, http="h11", lifespan="on"))
         logging.getLogger("uvicorn.access").addFilter(_Probes())
         self._lifecycle: Lifecycle = app.state.lifecycle
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal comes. The process is for this alone from here on.
-
-        So what is loaded by now lasts to the end, and the garbage collector need not walk it: 230,000 objects, for
-        which every request would have to wait a third of a second now and then.
-        """
-        gc.collect()
-        gc.freeze()
-        super().run(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop admitting, let streams finish within the drain time or abort them, then close."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
@@ -24,10 +25,12 @@ from pagoda.engine.outputs import RequestOutput
 from pagoda.errors import RequestAborted
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import describe
+from pagoda.server.ids import OPENAI_HEADER
 
 Merged = AsyncGenerator[tuple[int, RequestOutput], None]
 Chunk = dict[str, Any] | bytes  # an object for the stream to encode, or the event as it is sent
 
+logger = logging.getLogger(__name__)
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _HOLE = uuid.uuid4().hex
 
@@ -125,6 +128,8 @@ class EventStream(Response):
             last = self.last
         except Exception as error:
             # The status has been sent; clients raise on an event that holds an error.
+            if describe(error)[0] == 500:
+                logger.error("failed in the midst of %s", self.headers.get(OPENAI_HEADER), exc_info=error)
             last = self.encode_error(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

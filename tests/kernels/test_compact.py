@@ -80,6 +80,12 @@ def test_what_would_gain_nothing_stays_as_it_is() -> None:
     assert CompactMatrix.of(noise.view(torch.bfloat16)) is None
 
 
+def test_what_does_not_lie_in_one_piece_is_refused() -> None:
+    for wrong in (normal(64, 32).T, normal(64, 64)[::2], normal(32, 64)[:, ::2], normal(32, 64).float()):
+        with pytest.raises(KernelError, match="contiguous bfloat16"):
+            CompactMatrix.of(wrong)
+
+
 def test_whole_strips_are_views_and_other_rows_tensors() -> None:
     weight = strange(96, 64)
     matrix = compact(weight)

@@ -139,7 +139,7 @@ def test_what_a_model_is_does_not_depend_on_how_the_kernels_want_it(tmp_path, mo
     made.save(TOKENIZER, tmp_path)
     models = []
     for compacts in (False, True):
-        monkeypatch.setattr(loader, "compacts_matrices", lambda compacts=compacts: compacts)
+        monkeypatch.setattr(loader, "has_matrix_tiles", lambda compacts=compacts: compacts)
         models.append(load_model(str(tmp_path)))
     plain, compact = models
     assert plain.weights_identity == compact.weights_identity
