@@ -18,7 +18,7 @@ from tests.model import models, tokenizers_made_here
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 BAD = 7
-PREFIX = [20 + (7 * i) % 200 for i in range(43)]  # the bad token comes in the midst of a block
+PREFIX = [20 + (7 * i) % 200 for i in range(67)]  # the bad token comes in the midst of a block, soon after a tile begins
 GOOD = [[*PREFIX, *range(30, 41)], [*range(90, 120)], [*PREFIX, 50]]
 POISONED = [*PREFIX, BAD, *range(60, 90)]
 
@@ -46,7 +46,7 @@ def tokens_of(outputs: list[RequestOutput], name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("dtype", "kv_format"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int4")]
 )
-@pytest.mark.parametrize("token_budget", [48, 46])  # its first part ends where a block does, and does not
+@pytest.mark.parametrize("token_budget", [72, 70])  # its first part ends where a block does, and does not
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_a_poisoned_request_fails_alone(
     folder: Path, dtype: str, kv_format: str, num_steps: int, token_budget: int
@@ -77,7 +77,7 @@ def test_a_poisoned_request_fails_alone(
 
 @pytest.mark.parametrize(("dtype", "kv_format"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int4")])
 def test_one_that_leaves_after_its_bad_part_spoils_no_other(folder: Path, dtype: str, kv_format: str) -> None:
-    with make(folder, dtype, kv_format, 46) as engine:
+    with make(folder, dtype, kv_format, 70) as engine:
         core = engine.core
         core.add("bad", POISONED, GREEDY)
         core.step()

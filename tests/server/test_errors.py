@@ -388,6 +388,21 @@ async def test_an_error_after_the_stream_began_is_an_event(live: Live) -> None:
     assert events[-1]["error"]["code"] == "overloaded"
 
 
+async def test_a_fault_of_our_own_in_a_stream_is_in_the_log_by_its_id(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.backend.step_s = 0.02
+    async with live.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        lines = response.aiter_lines()
+        assert "choices" in await anext(lines)
+        live.backend.failure = RuntimeError("a bug")
+        events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
+    assert "a bug" not in str(events[-1]["error"])
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert response.headers["x-request-id"] in record.getMessage()
+    assert "a bug" in caplog.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_model_that_fails_is_told_of(live: Live, stream: bool) -> None:
     live.backend.failure = ModelError("the model produced logits that are not finite")
