@@ -18,7 +18,7 @@ from tests.model import models, tokenizers_made_here
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 BAD = 7
-PREFIX = [20 + (7 * i) % 200 for i in range(67)]  # the bad token comes in the midst of a block, soon after a tile begins
+PREFIX = [20 + (7 * i) % 200 for i in range(67)]  # the bad token is in the midst of a block, soon after a tile begins
 GOOD = [[*PREFIX, *range(30, 41)], [*range(90, 120)], [*PREFIX, 50]]
 POISONED = [*PREFIX, BAD, *range(60, 90)]
 
