@@ -7,6 +7,8 @@ import torch
 from pagoda.kernels.compact_matrix import CompactMatrix
 from pagoda.kernels.int8_matrix import Int8Matrix
 
+__all__ = ["CompactMatrix", "Int8Matrix", "Matrix", "matrix_at"]
+
 Matrix = torch.Tensor | Int8Matrix | CompactMatrix
 
 
