@@ -59,6 +59,7 @@ async def test_a_refusal_is_429_for_anthropics_clients(live: Live, stream: bool)
     assert refused.value.body == {
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "The server is overloaded: 8 requests wait already."},
+        "request_id": refused.value.response.headers["request-id"],
     }
 
 
