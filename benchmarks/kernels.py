@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pagoda import kernels
-from pagoda.kernels import Int8Matrix, KVView, Staging, backend_name
+from pagoda.kernels import CompactMatrix, Int8Matrix, KVView, Staging, backend_name
 from pagoda.kv.formats import parse_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
@@ -58,9 +58,10 @@ def bench_linear(num_in: int, num_out: int, rounds: int) -> None:
     size = num_in * num_out * 2
     weights = [torch.randn(num_out, num_in).bfloat16() for _ in range(max(1, CACHE_BYTES // size))]
     codes = [Int8Matrix.quantize(weight) for weight in weights]
+    compact = [CompactMatrix.of(weight) or weight for weight in weights]
     for rows in (1, 2, 4, 8, 16, 32, 64, 512):
         x = torch.randn(rows, num_in).bfloat16()
-        turns = cycle(len(weights)), cycle(len(weights)), cycle(len(codes))
+        turns = [cycle(len(weights)) for _ in range(4)]
         candidates: dict[str, Callable[[], object]] = {
             "torch": lambda x=x, turn=turns[0]: F.linear(x, weights[next(turn)]),  # type: ignore[misc]
         }
@@ -68,6 +69,7 @@ def bench_linear(num_in: int, num_out: int, rounds: int) -> None:
             from pagoda.kernels import native
 
             candidates["native"] = lambda x=x, turn=turns[1]: native.linear_few_rows(x, weights[next(turn)], None)  # type: ignore[misc]
+            candidates["compact"] = lambda x=x, turn=turns[3]: native.linear_few_rows(x, compact[next(turn)], None)  # type: ignore[misc]
             candidates["int8"] = lambda x=x, turn=turns[2]: native.linear_few_rows(x, codes[next(turn)], None)  # type: ignore[misc]
         result = medians(candidates, rounds)
         # All in bytes of BF16 weights, so that figures compare.
@@ -99,15 +101,15 @@ def bench_decode(num_kv_heads: int, group: int, head_dim: int, context: int, req
     )
 
 
-def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int) -> list[KVView]:
+def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int, block_size: int) -> list[KVView]:
     """Layers of a pool that the caches cannot hold, of random tokens in block order."""
-    spec = parse_format(kv_format).attention(num_kv_heads, head_dim, BLOCK_SIZE, None, "bfloat16")
-    blocks = context // BLOCK_SIZE
-    num_layers = CACHE_BYTES // (KVLayout([spec], BLOCK_SIZE).block_bytes * blocks) + 1
-    pool = BlockPool(KVLayout([spec] * num_layers, BLOCK_SIZE), blocks)
+    spec = parse_format(kv_format).attention(num_kv_heads, head_dim, block_size, None, "bfloat16")
+    blocks = context // block_size
+    num_layers = CACHE_BYTES // (KVLayout([spec], block_size).block_bytes * blocks) + 1
+    pool = BlockPool(KVLayout([spec] * num_layers, block_size), blocks)
     staging = None
     if spec.staged:
-        full = torch.zeros(2, blocks, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)
+        full = torch.zeros(2, blocks, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16)
         staging = Staging(full[0], full[1], torch.arange(blocks, dtype=torch.int32))
     k, v = torch.randn(2, context, num_kv_heads, head_dim).bfloat16()
     views = []
@@ -118,23 +120,27 @@ def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int)
     return views
 
 
-def bench_formats(num_kv_heads: int, group: int, head_dim: int, context: int, rounds: int) -> dict[str, float]:
+def bench_formats(
+    num_kv_heads: int, group: int, head_dim: int, context: int, rounds: int, block_size: int = BLOCK_SIZE
+) -> dict[str, float]:
     """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
 
     A call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step.
     """
     q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
-    table = torch.randperm(context // BLOCK_SIZE).to(torch.int32)[None]
+    table = torch.randperm(context // block_size).to(torch.int32)[None]
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
 
     def attend(views: list[KVView]) -> Callable[[], object]:
         turn = cycle(len(views))
         return lambda: kernels.paged_attention(q, views[next(turn)], table, starts, lens, scale=head_dim**-0.5)
 
-    plain = attend(filled_views("bf16", num_kv_heads, head_dim, context))
+    plain = attend(filled_views("bf16", num_kv_heads, head_dim, context, block_size))
     speeds = {}
     for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4/int8", "int4"):
-        result = medians({"bf16": plain, name: attend(filled_views(name, num_kv_heads, head_dim, context))}, rounds)
+        result = medians(
+            {"bf16": plain, name: attend(filled_views(name, num_kv_heads, head_dim, context, block_size))}, rounds
+        )
         speeds[name] = result["bf16"] / result[name]
         print(
             f"formats      {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
@@ -168,6 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each candidate (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all CPUs)")
     parser.add_argument("--only", choices=["memory", "linear", "decode", "formats", "prefill"], help="run one part")
+    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="of formats' blocks (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -183,7 +190,7 @@ def main() -> None:
         bench_decode(3, 3, 64, 1024, 8, args.rounds)
     if args.only in (None, "formats"):
         for num_kv_heads, group, head_dim in ((3, 3, 64), (8, 4, 128), (16, 1, 64)):
-            bench_formats(num_kv_heads, group, head_dim, 8192, args.rounds)
+            bench_formats(num_kv_heads, group, head_dim, 8192, args.rounds, args.block_size)
     if args.only in (None, "prefill"):
         bench_prefill(3, 3, 64, 2048, args.rounds)
         bench_prefill(8, 4, 128, 2048, args.rounds)
