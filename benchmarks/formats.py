@@ -65,6 +65,7 @@ def draw(report: Mapping[str, Any], fast: Mapping[str, Mapping[str, float]], pat
         gain.set_xticks([index + 0.4 - width / 2 for index in range(len(by_format))], list(by_format), rotation=20)
     gain.axhline(1, color="grey", linestyle="--", linewidth=0.8)
     gain.set_ylabel(f"decode attention over {CONTEXT:,} entries, BF16 = 1")
+    gain.margins(y=0.3)  # room for the legend
     gain.legend(fontsize="x-small", loc="upper left")
     figure.savefig(path, dpi=80)
 
