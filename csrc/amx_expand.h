@@ -1,4 +1,5 @@
-// Tiles of a compact matrix (compact.h) become tiles of BF16 again, a few products before they are needed.
+// Tiles of a compact matrix (compact.h) become tiles of BF16 again, a few products before they are needed. One of 512 values takes 30 ns
+// in cache, and 58 ns where it has to be read from memory.
 #pragma once
 
 #include "amx.h"
@@ -67,7 +68,7 @@ private:
 // The strips of a panel, tile by tile side by side.
 class ExpandedPanel {
 public:
-    // `to` has room for `pairs` pairs of tiles, all of the panel's or a power of two.
+    // `to` has room for the whole panel, or for kPairsAtHand pairs of tiles, which go round.
     ExpandedPanel(const Matrix& weight, int64_t num_in, const int64_t (&outs)[2], void* to, bool whole)
         : first_(weight, num_in, outs[0] / kStripRows),
           second_(weight, num_in, outs[1] / kStripRows),
