@@ -97,7 +97,7 @@ public:
 
 private:
     static bool is_plain(const PoolPart& part) { return part.format < kInt8; }
-    static bool scaled_apart(const PoolPart& part) { return sizeof(Out) == sizeof(bf16) && !is_plain(part) && part.format != kNibbles; }
+    static bool scaled_apart(const PoolPart& part) { return sizeof(Out) == sizeof(bf16) && scaled_by_row(part); }
     int64_t row_bytes(const PoolPart& part) const {
         return part.format == kNibbles ? a_.pool.head_dim / 2 : a_.pool.head_dim * bytes_of(part.format);
     }

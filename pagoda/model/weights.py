@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -190,19 +191,24 @@ class _Loader:
 
     def matrix(self, parts: list[tuple[str, tuple[int, ...]]]) -> Matrix:
         """As `fused`, then quantized or compact as asked for, and in memory that is fast to read."""
-        whole = self.fused(parts)
+        stays = not (self._quantizes or self._compacts)
+        whole = self.fused(parts, shelved=stays)
+        if stays:
+            return whole
         if self._quantizes:
             try:
                 codes = Int8Matrix.quantize(whole)
             except KernelError as error:
                 raise WeightsError(f"{parts[0][0]}: {error}") from error
             return Int8Matrix(self._shelved(codes.codes), codes.scales)
-        return (CompactMatrix.of(whole, self._shelf.take) if self._compacts else None) or self._shelved(whole)
+        return CompactMatrix.of(whole, self._shelf.take) or self._shelved(whole)
 
-    def fused(self, parts: list[tuple[str, tuple[int, ...]]], *, offset: float = 0.0) -> torch.Tensor:
+    def fused(
+        self, parts: list[tuple[str, tuple[int, ...]]], *, offset: float = 0.0, shelved: bool = False
+    ) -> torch.Tensor:
         """Tensors stacked along their first axis, plus `offset`; each is copied once, straight to its place."""
         rows = sum(shape[0] for _, shape in parts)
-        whole = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        whole = self._empty((rows, *parts[0][1][1:]), self._dtype, shelved)
         start = 0
         for name, shape in parts:
             values = self._source.read(name, shape)
@@ -213,9 +219,13 @@ class _Loader:
         return whole
 
     def _shelved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            return tensor
-        return torch.from_numpy(self._shelf.take(tensor.nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return tensor if not tensor.is_cpu else self._empty(tensor.shape, tensor.dtype, shelved=True).copy_(tensor)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, shelved: bool) -> torch.Tensor:
+        """On the shelf, which host memory has, or where torch puts it."""
+        if not shelved or self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.from_numpy(self._shelf.take(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
     def unread(self) -> Iterator[str]:
         return (name for name in self._source.names - self._read if not _RECOMPUTED.search(name))
