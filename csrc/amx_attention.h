@@ -13,8 +13,8 @@
 //     vectors      | exp(S b)   | exp(S c)   |
 #pragma once
 
+#include "amx_decode.h"
 #include "amx_softmax.h"
-#include "attention_tile.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -58,7 +58,9 @@ struct AmxScratch {
     float* scores_of(int block) const { return scores + block % 2 * kBlockScores; }
 };
 
-int64_t amx_scratch_bytes(int64_t head_dim) { return larger(Scratch::bytes(head_dim), AmxScratch::bytes(head_dim)); }
+int64_t amx_scratch_bytes(int64_t head_dim) {
+    return larger(larger(Scratch::bytes(head_dim), AmxScratch::bytes(head_dim)), DecodeScratch::bytes(head_dim));
+}
 
 inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
     const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
@@ -243,6 +245,7 @@ inline void attend_on_vectors(const AttentionArgs& a, const Tile& t, void* memor
 }
 
 void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
+    if (suits_decode(a, t)) return decode_attention(a, t, memory);
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     if (t.num_kv_heads > 1 || rows < kMinAmxRows || head_dim % kTileDepth != 0) return attend_on_vectors(a, t, memory);
     const AmxScratch s(memory, head_dim);

@@ -125,6 +125,40 @@ inline void prefetch(const Entries<T>& entries, int turn, int64_t key_bytes, int
     }
 }
 
+// Asks for entries that come next, a little at a time between what is computed, so that reading never rests: with each call a line of
+// four keys and one of four values, an entry of each quarter. Measured, lines that are asked for one page after the other take half as
+// long again, in whatever order they are read then.
+class Lookahead {
+public:
+    template <typename T>
+    Lookahead(const Entries<T>& next, int64_t key_bytes, int64_t value_bytes)
+        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), key_bytes_(key_bytes),
+          value_bytes_(value_bytes) {}
+
+    void some() {
+        const int quarter = turns(count_);
+        if (turn_ >= quarter) return;
+        for (int j = turn_; j < count_; j += quarter) {
+            if (at_ < key_bytes_) prefetch_line(keys_[j] + at_);
+            if (at_ < value_bytes_) prefetch_line(values_[j] + at_);
+        }
+        at_ += 64;
+        if (at_ < larger(key_bytes_, value_bytes_)) return;
+        at_ = 0;
+        turn_++;
+    }
+    void finish() {
+        while (turn_ < turns(count_)) some();
+    }
+
+private:
+    const char* const *keys_, * const *values_;
+    const int count_;
+    const int64_t key_bytes_, value_bytes_;
+    int64_t at_ = 0;
+    int turn_ = 0;
+};
+
 // Entries as they lie, a head's from `begin` on, and those that come next.
 template <typename T>
 class InPlace {
@@ -144,6 +178,10 @@ public:
     void prefetch_next(int turn) const {
         const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);
         prefetch(entries_[next_], turn, bytes, bytes);
+    }
+    Lookahead lookahead() const {
+        const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);
+        return Lookahead(entries_[next_], bytes, bytes);
     }
     // What scores, and probabilities, are multiplied with for each entry; null: nothing.
     const float* key_scales() const { return nullptr; }
