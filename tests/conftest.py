@@ -1,7 +1,13 @@
 """For all tests: random inputs are made at whatever speed a busy machine has, and no test hangs on a lucky draw."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before anything loads torch, and OpenMP with it. Other tests and other programs want the cores too, and a thread that
+# spins keeps them from the very one it waits for: the kernels' tests took four times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 settings.register_profile("pagoda", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pagoda")

@@ -11,11 +11,13 @@ import pytest
 from benchmarks.peers.engines import EngineSpec
 from benchmarks.peers.messages import Request, Round
 from benchmarks.peers.process import PeerError, PeerGoneError, PeerProcess
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[PeerProcess]:
-    found = PeerProcess(EngineSpec("fake", "fake", None), Path(sys.executable), tmp_path / "fake.log", timeout_s=5)
+    spec = EngineSpec("fake", "fake", None)
+    found = PeerProcess(spec, Path(sys.executable), tmp_path / "fake.log", timeout_s=PATIENCE_S)
     yield found
     found.close()
 

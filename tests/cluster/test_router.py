@@ -85,7 +85,7 @@ async def test_a_conversation_stays_and_others_spread() -> None:
 @pytest.mark.parametrize("fault", [{"refuses": True}, {"breaks_after": 0}, {"status": 503}, {"status": 429}])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_got_nothing_is_answered_by_another(fault: dict[str, Any], stream: bool) -> None:
-    async with bench() as made:
+    async with bench(health_interval_s=PATIENCE_S) as made:  # no look at health finds the fault first
         first = int((await made.chat()).headers["x-pagoda-replica"])
         for name, value in fault.items():
             setattr(made.fleet.servers[first], name, value)

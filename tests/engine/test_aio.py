@@ -19,6 +19,7 @@ from tests.waiting import PATIENCE_S, eventually
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0)
+SLOWLY_S = 0.01  # seconds a token
 
 
 def make(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
@@ -51,14 +52,15 @@ async def test_streams_run_side_by_side() -> None:
 
 
 async def test_a_closed_stream_frees_its_blocks() -> None:
-    engine, _ = make()
+    engine, runner = make()
+    runner.seconds_per_token = SLOWLY_S
     await engine.start()
     stream = engine.stream([1, 2, 3], ENDLESS)
     await anext(stream)
     await stream.aclose()
     await until_idle(engine)
     task = asyncio.create_task(collect(engine, [1, 2, 3], ENDLESS))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: engine.stats().num_running)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -75,15 +77,19 @@ async def test_a_refusal_is_raised_in_the_stream_and_others_go_on() -> None:
     await engine.stop()
 
 
-async def test_stop_lets_short_streams_finish_and_aborts_long_ones() -> None:
+async def test_stop_lets_short_streams_finish_and_aborts_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make(max_model_len=100_000)
-    runner.seconds_per_token = 0.002  # the long one: 1.4 s
+    runner.seconds_per_token = SLOWLY_S
     await engine.start()
     short = asyncio.create_task(collect(engine, [1, 2, 3]))
     long = asyncio.create_task(collect(engine, [4, 5], SamplingParams(max_tokens=700, temperature=0.0)))
-    await asyncio.sleep(0.02)
-    await engine.stop(drain_s=0.3)
+    await eventually(lambda: engine.stats().num_running == 2)
+    stopping = asyncio.create_task(engine.stop(drain_s=PATIENCE_S))
     assert (await short)[-1].deltas[0].finish_reason is FinishReason.LENGTH
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S)
+    await stopping
     assert (await long)[-1].deltas[0].finish_reason is FinishReason.ABORT
     with pytest.raises(RequestAborted, match="not running"):
         await collect(engine, [1])
@@ -92,6 +98,7 @@ async def test_stop_lets_short_streams_finish_and_aborts_long_ones() -> None:
 async def test_when_the_engine_dies_streams_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     engine, runner = make()
+    runner.seconds_per_token = SLOWLY_S
     await engine.start()
     stream = engine.stream([1, 2, 3], ENDLESS)
     await anext(stream)
@@ -105,7 +112,8 @@ async def test_when_the_engine_dies_streams_end_with_an_error(monkeypatch: pytes
 
 
 async def test_a_live_stream_is_forked() -> None:
-    engine, _ = make()
+    engine, runner = make()
+    runner.seconds_per_token = SLOWLY_S
     await engine.start()
     live = engine.stream([1, 2, 3], ENDLESS, request_id="live")
     so_far = [(await anext(live)).deltas[0].token_ids[0] for _ in range(3)]
@@ -125,9 +133,8 @@ async def test_a_live_stream_is_forked() -> None:
 async def test_leases_end_while_nothing_runs() -> None:
     engine, _ = make()
     await engine.start()
-    async for _ in engine.stream([1] * 12, GREEDY, leases=[LeaseSpec(12, ttl_s=0.2)]):
-        pass
-    assert engine.stats().num_leases == 1
+    outputs = [output async for output in engine.stream([1] * 12, GREEDY, leases=[LeaseSpec(12, ttl_s=0.2)])]
+    assert outputs[-1].leases[0].num_tokens == 12
     await eventually(lambda: not engine.stats().num_leases)  # a snapshot: nobody asks the engine for anything
     assert engine.stats().num_held_blocks == 0
     await engine.stop()

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from pagoda.engine.core import EngineCore
+from pagoda.engine.params import SamplingParams
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.kv.hierarchy import WritePolicy
 from pagoda.kv.keys import Scope
-from pagoda.kv.lease import RestoreReport
+from pagoda.kv.lease import RestoreReport, TierUse
 from pagoda.kv.tiered import TieredCache
 from pagoda.kv.tiers.fake import Faults, FaultyTier, MemoryTier
 from pagoda.kv.tiers.records import Record, Target
 from tests.engine.fakes import FakeRunner, expected_output, make_core, random_load, run
 from tests.engine.test_tiers import SLOW_RECOMPUTE, THROUGH, ask, flushed, greedy, prompt
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 LONG = prompt(99, 30)  # what runs while others wait
 LONG_OUTPUT = 400
@@ -55,7 +56,7 @@ def until_prefetched(core: EngineCore, *names: str) -> None:
         if all(sample.prefetch is not None for sample in samples) and core.cache.can_prefetch:
             return
         core.step()
-        time.sleep(0.002)
+        until(lambda: not core.cache._prefetches.is_loading)  # type: ignore[attr-defined]
     raise AssertionError("nothing came")
 
 
@@ -130,10 +131,13 @@ def test_who_gives_up_waiting_leaves_nothing_behind(tier: MemoryTier) -> None:
 
 def test_what_the_pool_has_meanwhile_is_not_used_twice(tier: MemoryTier) -> None:
     core, _, cache = busy(tier, Faults(), max_num_seqs=2)
-    core.add("other", [*prompt(1, 60)[:30], 7], greedy(LONG_OUTPUT))  # the second place; it restores 28 tokens
-    for _ in range(20):
-        core.step()
-        time.sleep(0.002)
+    waits = SamplingParams(max_tokens=LONG_OUTPUT, temperature=0.0, tier_use=TierUse(wait_s=PATIENCE_S))
+    core.add("other", [*prompt(1, 60)[:30], 7], waits)  # the second place
+    core.step()
+    [restore] = cache._restores.values()
+    until(restore.fetch.done.is_set)
+    core.step()
+    assert cache.stats.num_restored_tokens == 28
     core.add("waits", prompt(1), greedy(1))
     until_prefetched(core, "waits")
     core.abort("other")
@@ -164,7 +168,7 @@ def test_what_is_purged_while_it_waits_is_gone(tier: MemoryTier) -> None:
     until_prefetched(core, "waits")
     cache.purge(Scope(), np.array(prompt(1)))
     assert cache.hierarchy.fetcher._staged == 0
-    assert cache.hierarchy.flush(5)
+    assert cache.hierarchy.flush(PATIENCE_S)
     finish(core, cache, "waits")
     assert cache.stats.num_restored_tokens == 0
 

@@ -90,7 +90,7 @@ def flood(core: EngineCore) -> None:
 
 def flush(core: EngineCore) -> None:
     assert isinstance(core.cache, TieredCache)
-    assert core.cache.hierarchy.flush(5)
+    assert core.cache.hierarchy.flush(PATIENCE_S)
 
 
 def tier_for(num_prompts: int) -> MemoryTier:

@@ -46,7 +46,7 @@ def tiered(core: EngineCore) -> TieredCache:
 
 
 def flush(core: EngineCore) -> None:
-    assert tiered(core).hierarchy.flush(5)
+    assert tiered(core).hierarchy.flush(PATIENCE_S)
 
 
 def purge(core: EngineCore, tenant: str) -> Purge:

@@ -6,12 +6,15 @@ import asyncio
 import base64
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.waiting import PATIENCE_S
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 FLAGS = (
@@ -42,12 +45,13 @@ class Browser:
         """What a function's body returns on the page."""
         return await self.ask("POST", "execute/sync", {"script": script, "args": args})
 
-    async def until(self, condition: str, timeout_s: float = 15) -> None:
+    async def until(self, condition: str) -> None:
         """Wait until an expression is true on the page."""
-        for _ in range(int(timeout_s / 0.1)):
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
             if await self.run(f"return Boolean({condition})"):
                 return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
         raise AssertionError(f"never true: {condition}\n{await self.run('return document.body.innerText')}")
 
     async def devtools(self, command: str, **params: Any) -> Any:
@@ -83,19 +87,19 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
     )
     try:
         assert driver.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while b"started successfully on port" not in (line := await driver.stdout.readline()):
                 assert line, "chromedriver ended"
         base = f"http://127.0.0.1:{int(line.rstrip(b'.').rsplit(b' ', 1)[1].strip().rstrip(b'.'))}/session"
         options = {"binary": shutil.which("chromium"), "args": [*FLAGS, f"--user-data-dir={folder}"]}
         logs = {"browser": "ALL", "performance": "ALL"}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": logs}
-        async with httpx.AsyncClient(timeout=40) as http:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
             started = await http.post(base, json={"capabilities": {"alwaysMatch": wanted}})
             session = started.json()["value"]
             assert started.status_code == 200, session
             try:
-                async with httpx.AsyncClient(timeout=40, base_url=f"{base}/{session['sessionId']}/") as client:
+                async with httpx.AsyncClient(timeout=PATIENCE_S, base_url=f"{base}/{session['sessionId']}/") as client:
                     yield Browser(client)
             finally:  # else the browser outlives a test that fails, and the server waits for it
                 await http.delete(f"{base}/{session['sessionId']}")

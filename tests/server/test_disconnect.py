@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
 
 from pagoda.server.stream import merge
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -83,7 +82,7 @@ async def test_the_server_still_answers_after_many_have_left(live: Live) -> None
 
 
 async def test_shutdown_lets_a_short_stream_finish_and_refuses_new_ones() -> None:
-    async with run_server(FakeBackend(step_s=0.01), drain_s=5) as live:
+    async with run_server(FakeBackend(step_s=0.01), drain_s=PATIENCE_S) as live:
         await live.http.get("/health")  # a connection that is idle when the signal comes
         async with live.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": True}
@@ -101,7 +100,6 @@ async def test_shutdown_lets_a_short_stream_finish_and_refuses_new_ones() -> Non
 
 
 async def test_shutdown_aborts_what_does_not_finish() -> None:
-    started = time.monotonic()
     async with run_server(FakeBackend(step_s=0.01), drain_s=0.3) as live:
         whole = asyncio.create_task(live.http.post("/v1/completions", json=LONG))
         async with live.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
@@ -110,6 +108,7 @@ async def test_shutdown_aborts_what_does_not_finish() -> None:
             live.server.should_exit = True
             events = [line[6:] async for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
+        assert len(events) < 500  # of 2000 steps, it was given the time of 30
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
         answer = await whole
         assert answer.status_code == 503
@@ -117,11 +116,10 @@ async def test_shutdown_aborts_what_does_not_finish() -> None:
         await live.serving
         assert live.backend.live == {}
         assert not live.backend.is_healthy
-    assert time.monotonic() - started < 5
 
 
 async def test_a_request_that_arrives_while_draining_is_refused() -> None:
-    async with run_server(FakeBackend(step_s=0.01), drain_s=5) as live:
+    async with run_server(FakeBackend(step_s=0.01), drain_s=PATIENCE_S) as live:
         busy = asyncio.create_task(live.http.post("/v1/completions", json=LONG | {"max_tokens": 30}))
         await until_running(live)
         live.server._lifecycle.begin_stop()

@@ -10,6 +10,7 @@ import pytest
 
 from pagoda.engine.aio import AsyncEngine
 from pagoda.engine.engine import Engine
+from pagoda.engine.outputs import RequestStats, StepStats
 from tests.waiting import eventually
 
 from .conftest import Live, run_server
@@ -30,6 +31,19 @@ async def ask(live: Live, messages: list[dict[str, Any]], **fields: Any) -> tupl
 
 def second(answer: str) -> list[dict[str, Any]]:
     return [*FIRST, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
+
+
+class Finished:
+    """Counts requests that ended."""
+
+    count = 0
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_admitted(self, num_query_tokens: int, num_hit_tokens: int) -> None: ...
+
+    def on_finished(self, stats: RequestStats) -> None:
+        self.count += 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,9 +93,10 @@ async def test_more_of_the_next_turn_hits(folder: Path) -> None:
         engine = Engine(str(folder), dtype="float32", kv_memory="2MiB", progress=False)
         options = {"served_model_names": ["any"], "drain_s": 1, "prefill_next_turn": prefills}
         async with run_server(AsyncEngine(engine), **options) as live:
+            finished = Finished()
+            live.backend.add_observer(finished)
             answer, _ = await ask(live, FIRST)
-            await asyncio.sleep(0.3)
-            await eventually(lambda: not live.backend.stats().num_running)
+            await eventually(lambda finished=finished, count=1 + prefills: finished.count == count)
             _, usage = await ask(live, second(answer))
             hits[prefills] = usage.prompt_tokens_details.cached_tokens
     assert hits[True] > hits[False]

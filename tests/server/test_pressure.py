@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -90,18 +89,21 @@ async def test_the_level_is_in_a_header_while_there_is_pressure(live: Live) -> N
 
 async def test_bodies_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_app, "MAX_BODIES_BYTES", 0)
-    async with run_server(FakeBackend(step_s=0.02), max_body_bytes=10_000) as live:
+    async with run_server(FakeBackend(), max_body_bytes=10_000) as live:
 
-        def post(size: int, max_tokens: int = 4) -> Any:
-            return live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, "user": "x" * size})
+        def post(size: int) -> Any:
+            return live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "user": "x" * size})
 
-        first = [asyncio.create_task(post(9_000, max_tokens=100)) for _ in range(2)]
+        live.backend.held_back.clear()
+        first = [asyncio.create_task(post(9_000)) for _ in range(2)]
         await eventually(lambda: len(live.backend.live) >= 2)
         refused = await post(4_000)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
         assert refused.headers["retry-after"] == "1"
-        assert (await post(500)).status_code == 200
-        assert [(await task).status_code for task in first] == [200, 200]
+        small = asyncio.create_task(post(500))
+        await eventually(lambda: len(live.backend.live) >= 3)
+        live.backend.held_back.set()
+        assert [(await task).status_code for task in (*first, small)] == [200, 200, 200]
         assert (await post(9_000)).status_code == 200
         metrics = (await live.http.get("/metrics")).text
         assert 'pagoda_refused_requests_total{reason="bodies_full"} 1.0' in metrics
@@ -109,13 +111,16 @@ async def test_bodies_take_no_more_memory_than_they_may(monkeypatch: pytest.Monk
 
 async def test_bodies_of_clients_that_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_app, "MAX_BODIES_BYTES", 0)
-    async with run_server(FakeBackend(step_s=0.02), max_body_bytes=10_000) as live:
-        body = {"prompt": "x", "max_tokens": 1000, "user": "x" * 9_000}
+    async with run_server(FakeBackend(), max_body_bytes=10_000) as live:
+        body = {"prompt": "x", "max_tokens": 1, "user": "x" * 9_000}
+        live.backend.held_back.clear()
         for _ in range(5):
-            with pytest.raises(httpx.ReadTimeout):
-                await live.http.post("/v1/completions", json=body, timeout=0.2)
+            leaving = asyncio.create_task(live.http.post("/v1/completions", json=body))
+            await eventually(lambda: live.backend.live)
+            leaving.cancel()
             await live.until_idle()
-        assert (await live.http.post("/v1/completions", json=body | {"max_tokens": 1})).status_code == 200
+        live.backend.held_back.set()
+        assert (await live.http.post("/v1/completions", json=body)).status_code == 200
 
 
 def test_a_body_that_is_refused_takes_nothing() -> None:
@@ -164,12 +169,15 @@ async def test_metrics_tell_the_level_and_what_it_cost(live: Live) -> None:
 
 
 async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of 25 blocks, most of which one request takes; its 200 steps last for more looks than there are levels."""
-    step = EngineCore.step
+    """A pool of 25 blocks, most of which one request takes; it does not end before all was seen that it causes."""
+    step, num_steps, seen = EngineCore.step, 0, threading.Event()
 
     def slow_step(core: EngineCore) -> list[RequestOutput]:
-        time.sleep(LOOK_EVERY_S / 5)
-        return step(core)
+        nonlocal num_steps
+        num_steps += 1
+        seen.wait(LOOK_EVERY_S / 5)
+        waits = num_steps > 100 and core.num_running + core.num_waiting == 1 and not seen.is_set()
+        return [] if waits else step(core)
 
     monkeypatch.setattr(EngineCore, "step", slow_step)
     ladder = LadderConfig(thresholds=Thresholds(pool=(0.05, 0.1, 0.15, 0.2, 0.9)), rise_s=0.0, fall_s=0.1)
@@ -187,6 +195,7 @@ async def test_a_real_engine_climbs_refuses_and_comes_down(folder: Path, monkeyp
         state = (await live.http.get("/v1/kv/overview", headers={"x-admin-key": "root"})).json()["pressure"]
         assert (state["level"], state["name"], state["refused"]) == (4, "hold", {"too_long": 1})
         assert state["resident_bytes"] > 1 << 20
+        seen.set()
         assert (await running).status_code == 200
         await eventually(lambda: not live.backend.stats().pressure.level)  # though nothing runs any more
         assert (await live.http.post("/v1/completions", json=body)).status_code == 200
