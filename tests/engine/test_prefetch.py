@@ -231,7 +231,7 @@ def test_random_load_with_a_short_bench_leaks_nothing(windows: tuple[int | None,
     core, _ = make_core(
         num_blocks=40 * len(windows), windows=windows, tiers=tiers, token_budget=24, max_model_len=120, max_num_seqs=2
     )
-    core._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
+    core._scheduler.prefill_speed = PrefillSpeed(1.0)
 
     def change_faults(step: int) -> None:
         if step % 20 == 0:

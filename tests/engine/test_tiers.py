@@ -216,7 +216,7 @@ def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, 
     faults = Faults()
     tiers = [(MemoryTier(1 << 14), BACK), (FaultyTier(MemoryTier(1 << 16), faults), THROUGH)]
     core, _ = make_core(num_blocks=40 * len(windows), windows=windows, tiers=tiers, token_budget=24, max_model_len=120)
-    core._scheduler.prefill_speed = PrefillSpeed(SLOW_RECOMPUTE)
+    core._scheduler.prefill_speed = PrefillSpeed(1.0)
 
     def change_faults(step: int) -> None:
         if step % 50 == 0:

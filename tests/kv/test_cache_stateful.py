@@ -38,7 +38,7 @@ from tests.kv.test_events import Listener, names_in_tree
 
 # No shrinking: a failing run of this machine is read, not waited for.
 SETTINGS = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=50, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 SCOPES = [Scope(), Scope("tenant"), Scope("tenant", salt="s")]
 
