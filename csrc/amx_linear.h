@@ -175,7 +175,7 @@ struct InPlacePanel {
 // W of a compact panel, `kAhead` products before it is needed, or once it is expanded.
 template <bool kExpands>
 struct CompactPanel {
-    static constexpr int kAhead = 3;
+    static constexpr int kAhead = 1;
     ExpandedPanel& expanded;
 
     int64_t step() const { return kTileRowBytes; }

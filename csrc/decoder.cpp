@@ -17,6 +17,12 @@ namespace {
 constexpr int64_t kPhasesPerLayer = 19;
 constexpr int64_t kOtherPhases = 6;
 
+// As vec.h's, but into the L2 cache.
+inline void prefetch_line(const char* p) {
+    __builtin_prefetch(p, 0, 2);
+    __asm__ volatile("");
+}
+
 int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Whole pairs of blocks.
@@ -64,18 +70,51 @@ Batch batch_of(const StepTensors& step, const LayerTensors& layer, const LayerSt
             .num_shared = whole ? group.num_shared : 0};
 }
 
-// One thread's way through a step; `share` spreads a phase over all threads.
-template <typename Share>
+// A product of activations with a matrix.
+struct Product {
+    const Matrix& weight;
+    const bf16* bias;
+    int64_t num_in, num_out;
+    Sink sink;
+};
+
+// What a thread will read next, asked for while it waits for others.
+class Ahead {
+public:
+    // From now on that are these bytes, of two places in turns.
+    void begin(const char* first, const char* second, int64_t bytes) {
+        first_ = first;
+        second_ = second;
+        at_ = 0;
+        end_ = std::min(bytes, kMost);
+    }
+
+    void some() {
+        for (int i = 0; i < kLines && at_ < end_; i++, at_ += kLine) {
+            prefetch_line(first_ + at_);
+            if (second_) prefetch_line(second_ + at_);
+        }
+    }
+
+private:
+    static constexpr int64_t kLine = 64, kLines = 4, kMost = 512 << 10;  // well inside an L2 cache
+
+    const char *first_ = nullptr, *second_ = nullptr;
+    int64_t at_ = 0, end_ = 0;
+};
+
+// One thread's way through a step.
 class Pass {
 public:
-    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, int threads, Share& share)
-        : s_(shape), step_(step), m_(memory), threads_(threads), share_(share), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Team::Member member)
+        : s_(shape), step_(step), m_(memory), member_(member), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
-    void begin(const Cut& cut) {
+    void begin(const Cut& cut, const LayerTensors& first) {
+        will_multiply(qkv_of(first));
         if (cut.part == Cut::kBefore) residual_ = cut.lanes;
         if (cut.part == Cut::kAfter) return select(cut.lanes, cut.rows, rows_);
         const EmbedArgs args = {s_.embedding, step_.token_ids, residual_, rows_, s_.hidden};
-        share_(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
+        share(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
     }
 
     // Fetches for the next layer what this layer's input foretells that it will ask for (InfiniGen, arXiv:2406.19707).
@@ -85,8 +124,9 @@ public:
         const int64_t rows = std::exchange(rows_, count);
         select(residual, recalls.rows.data(), count);
         norm(next.input_norm, next.qkv);
-        linear(m_.packed, s_.hidden, next.qkv, next.qkv_bias, attended, Sink::kRows, m_.out);
-        share_(blocks(count), [&](int64_t block) {
+        const Product queries = {next.qkv, next.qkv_bias, s_.hidden, attended, Sink::kRows};
+        linear(m_.packed, queries, m_.out, queries);
+        share(blocks(count), [&](int64_t block) {
             norm_heads(next.q_norm, m_.out, attended, s_.num_heads, m_.normed_q, block * kBlock, std::min(block * kBlock + kBlock, count));
         });
         residual_ = residual;
@@ -108,26 +148,24 @@ public:
     // Queries, keys and values; the latter two go to the pool.
     void project(const LayerTensors& layer, const Pool& pool, const int64_t* slots) {
         norm(layer.input_norm, layer.qkv);
-        const int64_t heads = s_.num_heads + 2 * s_.num_kv_heads;
-        linear(m_.packed, s_.hidden, layer.qkv, layer.qkv_bias, heads * s_.head_dim, Sink::kRows, m_.qkv);
+        linear(m_.packed, qkv_of(layer), m_.qkv, output_of(layer));
         const RopeArgs rope = rope_args(layer, pool, slots);
-        share_(blocks(rows_), [&](int64_t block) {
-            const int64_t begin = block * kBlock, end = std::min(begin + kBlock, rows_);
+        share_ranges(rows_, [&](int64_t begin, int64_t end) {
             norm_heads(layer.q_norm, m_.qkv, qkv_stride(), s_.num_heads, m_.normed_q, begin, end);
             norm_heads(layer.k_norm, m_.qkv + s_.num_heads * s_.head_dim, qkv_stride(), s_.num_kv_heads, m_.normed_k, begin, end);
             isa().rope_write_kv[kBF16](rope, begin, end);
         });
         if (pool.staged.slot_of) {
-            share_(blocks(rows_), [&](int64_t block) {
+            share(blocks(rows_), [&](int64_t block) {
                 isa().close_blocks[kBF16](rope.write, block * kBlock, std::min(block * kBlock + kBlock, rows_));
             });
         }
     }
 
     void attention(const LayerAttention& layer, const AttentionPlan& plan) {
-        share_(plan.tasks.size(), [&](int64_t i) { attend(kBF16, layer.args, plan.tasks[i]); });
-        share_(plan.merges.size(), [&](int64_t i) { merge(kBF16, layer.args, plan, plan.merges[i]); });
-        share_(layer.mass.size(), [&](int64_t i) { find_mass(kBF16, layer.args, layer.mass[i]); });
+        share(plan.tasks.size(), [&](int64_t i) { attend(kBF16, layer.args, plan.tasks[i]); });
+        share(plan.merges.size(), [&](int64_t i) { merge(kBF16, layer.args, plan, plan.merges[i]); });
+        share(layer.mass.size(), [&](int64_t i) { find_mass(kBF16, layer.args, layer.mass[i]); });
     }
 
     // Nothing reads the other rows any more.
@@ -138,23 +176,26 @@ public:
         index_ = step_.logits_rows;
     }
 
-    void rest_of(const LayerTensors& layer) {
+    // `next`: the layer after it, or null.
+    void rest_of(const LayerTensors& layer, const LayerTensors* next) {
         const int64_t attended = int64_t{s_.num_heads} * s_.head_dim;
         const PackArgs pack = {m_.out, index_, m_.packed, rows_, attended};
-        share_(blocks(rows_), [&](int64_t block) {
+        share(blocks(rows_), [&](int64_t block) {
             tiles_.pack(pack, block);
             fix(m_.packed, attended, layer.output, block);
         });
-        linear(m_.packed, attended, layer.output, layer.output_bias, s_.hidden, Sink::kAddLanes, residual_);
+        const Product down = {layer.down, layer.down_bias, s_.inter, s_.hidden, Sink::kAddLanes};
+        const Product gate_up = {layer.gate_up, layer.gate_up_bias, s_.hidden, s_.inter, Sink::kSwiGlu};
+        linear(m_.packed, output_of(layer), residual_, gate_up);
         norm(layer.mlp_norm, layer.gate_up);
-        linear(m_.packed, s_.hidden, layer.gate_up, layer.gate_up_bias, s_.inter, Sink::kSwiGlu, m_.gated);
-        if (layer.down.scales) share_(blocks(rows_), [&](int64_t block) { fix(m_.gated, s_.inter, layer.down, block); });
-        linear(m_.gated, s_.inter, layer.down, layer.down_bias, s_.hidden, Sink::kAddLanes, residual_);
+        linear(m_.packed, gate_up, m_.gated, down);
+        if (layer.down.scales) share(blocks(rows_), [&](int64_t block) { fix(m_.gated, s_.inter, layer.down, block); });
+        linear(m_.gated, down, residual_, next ? qkv_of(*next) : head());
     }
 
     void logits() {
         norm(s_.final_norm, s_.lm_head);
-        linear(m_.packed, s_.hidden, s_.lm_head, nullptr, s_.vocab, Sink::kFloatRows, step_.logits);
+        linear(m_.packed, head(), step_.logits, head());
     }
 
 private:
@@ -162,7 +203,7 @@ private:
     template <typename Asked>
     void recall(const Recalls& recalls, Asked asked) {
         const int64_t heads = s_.num_kv_heads, group = s_.num_heads / heads;
-        share_(recalls.rows.size() * heads, [&](int64_t i) {
+        share(recalls.rows.size() * heads, [&](int64_t i) {
             thread_local std::vector<float> queries;
             queries.resize(group * s_.head_dim);
             asked(i / heads, i % heads * group, queries.data());
@@ -192,12 +233,12 @@ private:
 
     void select(const float* from, const int64_t* index, int64_t rows) {
         const SelectLanesArgs args = {from, index, residual_, rows, s_.hidden};
-        share_(blocks(rows), [&](int64_t block) { tiles_.select(args, block); });
+        share(blocks(rows), [&](int64_t block) { tiles_.select(args, block); });
     }
 
     void norm(const bf16* weight, const Matrix& next) {
         const LanesNormArgs args = {residual_, weight, m_.packed, s_.hidden, s_.eps};
-        share_(blocks(rows_), [&](int64_t block) {
+        share(blocks(rows_), [&](int64_t block) {
             tiles_.norm(args, block);
             fix(m_.packed, s_.hidden, next, block);
         });
@@ -208,19 +249,39 @@ private:
         if (next.scales) tiles_.fix({packed, m_.units, dim}, block);
     }
 
-    void linear(const bf16* x, int64_t num_in, const Matrix& weight, const bf16* bias, int64_t num_out, Sink sink, void* out) {
-        const TileLinearArgs args = {x, m_.units, weight, bias, out, num_in, rows_, num_in, num_out, sink};
-        const int64_t rows_at_once = rows_at_once_of(num_in), chunks = divided_up(rows_, rows_at_once);
-        const int64_t panels = divided_up(num_out, panel_outs(sink));
-        // As many tasks for each thread, if possible.
-        const int64_t tasks = divided_up(divided_up(panels, panels_together(weight, num_in, rows_)), threads_) * threads_;
-        const int64_t outs = std::max<int64_t>(1, panels / tasks) * panel_outs(sink), groups = divided_up(num_out, outs);
-        share_(groups * chunks, [&](int64_t i) {
+    Product qkv_of(const LayerTensors& layer) const { return {layer.qkv, layer.qkv_bias, s_.hidden, qkv_stride(), Sink::kRows}; }
+    Product output_of(const LayerTensors& layer) const {
+        return {layer.output, layer.output_bias, int64_t{s_.num_heads} * s_.head_dim, s_.hidden, Sink::kAddLanes};
+    }
+    Product head() const { return {s_.lm_head, nullptr, s_.hidden, s_.vocab, Sink::kFloatRows}; }
+
+    // Outputs that a thread takes at least: whole panels.
+    int64_t outs_at_least(const Product& p) const {
+        return panel_outs(p.sink) * std::min(panels_together(p.weight, p.num_in, rows_), divided_up(divided_up(p.num_out, panel_outs(p.sink)), member_.size()));
+    }
+
+    // `next`: what will be multiplied after it.
+    void linear(const bf16* x, const Product& p, void* out, const Product& next) {
+        const TileLinearArgs args = {x, m_.units, p.weight, p.bias, out, p.num_in, rows_, p.num_in, p.num_out, p.sink};
+        const int64_t rows_at_once = rows_at_once_of(p.num_in), chunks = divided_up(rows_, rows_at_once);
+        const int64_t outs = outs_at_least(p), groups = divided_up(p.num_out, outs);
+        will_multiply(next);
+        share_ranges(groups * chunks, [&](int64_t i, int64_t end) {
             thread_local ThreadScratch expanded;
-            const int64_t out = i % groups * outs, begin = i / groups * rows_at_once;
-            tiles_.linear(args, out, std::min(out + outs, num_out), begin, std::min(begin + rows_at_once, rows_),
-                          expanded.at_least(expanded_bytes(weight, num_in, rows_)));
+            void* room = expanded.at_least(expanded_bytes(p.weight, p.num_in, rows_));
+            for (int64_t last; i < end; i = last) {  // all groups of a chunk that are in a row
+                last = std::min(end, (i / groups + 1) * groups);
+                const int64_t first = i % groups * outs, begin = i / groups * rows_at_once;
+                tiles_.linear(args, first, std::min(first + (last - i) * outs, p.num_out), begin, std::min(begin + rows_at_once, rows_), room);
+            }
         });
+    }
+
+    void will_multiply(const Product& p) {
+        const int64_t outs = outs_at_least(p), groups = divided_up(p.num_out, outs), me = member_.index();
+        const int64_t first = member_.first_task(groups, me) * outs, end = std::min(member_.first_task(groups, me + 1) * outs, p.num_out);
+        auto place = [&](int64_t out) { return static_cast<const char*>(p.weight.values) + out * row_bytes(p.weight, p.num_in); };
+        ahead_.begin(place(first), p.sink == Sink::kSwiGlu ? place(p.num_out + first) : nullptr, (end - first) * row_bytes(p.weight, p.num_in));
     }
 
     void norm_heads(const bf16* weight, const bf16* x, int64_t stride, int64_t heads, bf16* out, int64_t begin, int64_t end) {
@@ -261,13 +322,24 @@ private:
                           .pool = pool}};
     }
 
+    template <typename Tasks>
+    void share_ranges(int64_t num_tasks, Tasks tasks) {
+        member_.share(num_tasks, tasks, [&] { ahead_.some(); });
+    }
+    template <typename Task>
+    void share(int64_t num_tasks, Task task) {
+        share_ranges(num_tasks, [&](int64_t i, int64_t end) {
+            for (; i < end; i++) task(i);
+        });
+    }
+
     int64_t qkv_stride() const { return int64_t{s_.num_heads + 2 * s_.num_kv_heads} * s_.head_dim; }
 
     const DecoderTensors& s_;
     const StepTensors& step_;
     const Activations& m_;
-    const int threads_;
-    Share& share_;
+    Team::Member member_;
+    Ahead ahead_;
     const TileTable& tiles_;
     int64_t rows_;
     float* residual_;
@@ -354,9 +426,9 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
         if (same == plans.end()) plans.push_back({layer.group, layer.window, own.context_lens, plan_attention(kBF16, args, batch, threads)});
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
-    team_.run(threads, [&](auto share) {
-        Pass pass(shape_, step, memory, threads, share);
-        pass.begin(cut);
+    team_.run(threads, [&](Team::Member member) {
+        Pass pass(shape_, step, memory, member);
+        pass.begin(cut, layers_[first]);
         for (size_t i = first; i < layers_.size(); i++) {
             const bool foretells = i + 1 < layers_.size() && !step.layers[i + 1].foretold.rows.empty();
             if (foretells) pass.foretell(layers_[i + 1], step.layers[i + 1].foretold);
@@ -365,7 +437,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
             if (!step.layers[i].own.rows.empty()) pass.recall(step.layers[i].own, attention[i].args);
             pass.attention(attention[i], plans[attention[i].plan].plan);
             if (i + 1 == layers_.size()) pass.keep_logits_rows();
-            pass.rest_of(layers_[i]);
+            pass.rest_of(layers_[i], i + 1 < layers_.size() ? &layers_[i + 1] : nullptr);
         }
         pass.logits();
     });

@@ -201,15 +201,21 @@ constexpr int64_t kCachedX = 1 << 20;  // bytes of x that stay in a core's cache
 // Outputs of a panel, which is what meets the rows at a time: two tiles of them, or one of gate and one of up.
 constexpr int64_t panel_outs(Sink sink) { return sink == Sink::kSwiGlu ? 16 : 32; }
 
+// Bytes from one output of a matrix to the next, of a compact one on average.
+constexpr int64_t row_bytes(const Matrix& weight, int64_t num_in) {
+    if (weight.is_compact()) return num_in / kCompactDepth * kCompactTile / kStripRows;
+    return num_in * static_cast<int64_t>(weight.scales ? sizeof(int8_t) : sizeof(bf16));
+}
+
 // Panels that a task should take together: as many as a page has rows of W, where reading W is what counts (see panel_at).
 constexpr int64_t panels_together(const Matrix& weight, int64_t num_in, int64_t rows) {
     constexpr int64_t kPage = 4096, kFewRows = 32, kMost = 8;
     const int64_t row_bytes = num_in * (weight.scales ? 1 : 2), together = (kPage + row_bytes - 1) / row_bytes;
-    return rows > kFewRows ? 1 : together < kMost ? together : kMost;
+    return rows > kFewRows || weight.is_compact() ? 1 : together < kMost ? together : kMost;
 }
 
 // Memory that a task needs to expand a panel: whole if other rows meet it again, else what the next few products need.
-constexpr int64_t kTilePair = 2 * kTileValues * 2, kPairsAtHand = 8;
+constexpr int64_t kTilePair = 2 * kTileValues * 2, kPairsAtHand = 2;
 constexpr int64_t expanded_bytes(const Matrix& weight, int64_t num_in, int64_t rows) {
     return !weight.is_compact() ? 0 : kTilePair * (rows > 2 * kStripRows ? num_in / kCompactDepth : kPairsAtHand);
 }
