@@ -88,25 +88,33 @@ inline void pack_right_operand(const bf16* from, int64_t row_stride, int rows, i
     }
 }
 
-// A packed block of 16 rows becomes fixed, as types.h has it. With a unit that is a power of two, a bf16 value of at least 1/128 of
+inline __m512i magnitude(__m512i values) { return _mm512_and_si512(values, _mm512_set1_epi16(0x7fff)); }
+
+// What rows become fixed with, as types.h has it; a lane for each. With a unit that is a power of two, a bf16 value of at least 1/128 of
 // the row's largest is exact, as it has 8 significant bits, and a smaller one is off by half a unit at most: 2^-15 of the largest.
 // A row that is not finite gets a unit of NaN, which its products inherit.
+struct FixedUnit {
+    __m512 value, inverse;
+
+    // Of the largest magnitudes: bf16 in the upper halves, and the lower ones do not matter.
+    explicit FixedUnit(__m512i largest) {
+        constexpr int kNotFinite = 255, kSmallest = 15, kTop = 14;  // exponents as they are stored, and bits below the top one
+        const __m512i found = _mm512_srli_epi32(largest, 23);
+        const __m512i exponent = _mm512_max_epi32(found, _mm512_set1_epi32(kSmallest));
+        const __m512i unit = _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(kTop)), 23);
+        inverse = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * 127 + kTop), exponent), 23);
+        value = (__m512)_mm512_mask_set1_epi32(unit, _mm512_cmpeq_epi32_mask(found, _mm512_set1_epi32(kNotFinite)), 0x7fc00000);
+    }
+    __m512i fixed(__m512i bits) const { return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)bits, inverse)); }
+};
+
+// A packed block of 16 rows becomes fixed.
 inline void fix_block(bf16* packed, int64_t dim, float* units) {
     const __m512i high_half = _mm512_set1_epi32((int)0xffff0000);
     __m512i largest = _mm512_setzero_si512();
-    for (int64_t d = 0; d < dim; d += 2) {
-        const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(packed + d * kTileSide), _mm512_set1_epi16(0x7fff));
-        largest = _mm512_max_epu16(largest, magnitude);
-    }
-    largest = _mm512_max_epu16(largest, _mm512_slli_epi32(largest, 16));  // of both values of a pair
-    constexpr int kNotFinite = 255, kSmallest = 15, kTop = 14;            // exponents as they are stored, and bits below the top one
-    const __m512i found = _mm512_srli_epi32(largest, 23);
-    const __m512i exponent = _mm512_max_epi32(found, _mm512_set1_epi32(kSmallest));
-    const __m512i unit = _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(kTop)), 23);
-    const __m512 inverse = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * 127 + kTop), exponent), 23);
-    const __mmask16 not_finite = _mm512_cmpeq_epi32_mask(found, _mm512_set1_epi32(kNotFinite));
-    _mm512_storeu_si512(units, _mm512_mask_set1_epi32(unit, not_finite, 0x7fc00000));
-    auto fixed = [&](__m512i bits) { return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)bits, inverse)); };
+    for (int64_t d = 0; d < dim; d += 2) largest = _mm512_max_epu16(largest, magnitude(_mm512_loadu_si512(packed + d * kTileSide)));
+    const FixedUnit unit(_mm512_max_epu16(largest, _mm512_slli_epi32(largest, 16)));  // of both values of a pair
+    _mm512_storeu_ps(units, unit.value);
     auto both = [&](__m512i first, __m512i second) {  // 16 bits each
         return _mm512_or_si512(_mm512_andnot_si512(high_half, first), _mm512_slli_epi32(second, 16));
     };
@@ -114,8 +122,8 @@ inline void fix_block(bf16* packed, int64_t dim, float* units) {
     for (int64_t d = 0; d < dim; d += 4) {
         __m512i* quad = (__m512i*)(packed + d * kTileSide);
         const __m512i first = _mm512_loadu_si512(quad), second = _mm512_loadu_si512(quad + 1);
-        const __m512i even = both(fixed(_mm512_slli_epi32(first, 16)), fixed(_mm512_slli_epi32(second, 16)));
-        const __m512i odd = both(fixed(_mm512_and_si512(first, high_half)), fixed(_mm512_and_si512(second, high_half)));
+        const __m512i even = both(unit.fixed(_mm512_slli_epi32(first, 16)), unit.fixed(_mm512_slli_epi32(second, 16)));
+        const __m512i odd = both(unit.fixed(_mm512_and_si512(first, high_half)), unit.fixed(_mm512_and_si512(second, high_half)));
         _mm512_storeu_si512(quad, _mm512_or_si512(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(low_bytes, odd)));
         _mm512_storeu_si512(quad + 1, _mm512_or_si512(_mm512_and_si512(even, low_bytes), _mm512_slli_epi16(odd, 8)));
     }

@@ -96,7 +96,7 @@ void tile_select(const SelectLanesArgs& a, int64_t block) {
     }
 }
 
-constexpr TileTable tile_table = {tile_embed, tile_norm, tile_pack, tile_fix, tile_select, tile_linear};
+constexpr TileTable tile_table = {tile_embed, tile_norm, tile_pack, tile_fix, tile_select, tile_linear<>};
 
 }  // namespace
 }  // namespace pagoda::PAGODA_ISA

@@ -106,8 +106,9 @@ private:
 // One thread's way through a step.
 class Pass {
 public:
-    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, Team::Member member)
-        : s_(shape), step_(step), m_(memory), member_(member), tiles_(*isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
+    // Between the calls of a cut step the residual stream is in blocks of 16 rows.
+    Pass(const DecoderTensors& shape, const StepTensors& step, const Activations& memory, bool is_whole, Team::Member member)
+        : s_(shape), step_(step), m_(memory), member_(member), tiles_(is_whole && step.num_rows == 1 ? *isa().row_tiles : *isa().tiles), rows_(step.num_rows), residual_(memory.residual) {}
 
     void begin(const Cut& cut, const LayerTensors& first) {
         will_multiply(qkv_of(first));
@@ -427,7 +428,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
     }
     const size_t first = cut.part == Cut::kAfter ? cut.layer : 0, last = cut.part == Cut::kBefore ? cut.layer : layers_.size();
     team_.run(threads, [&](Team::Member member) {
-        Pass pass(shape_, step, memory, member);
+        Pass pass(shape_, step, memory, cut.part == Cut::kWhole, member);
         pass.begin(cut, layers_[first]);
         for (size_t i = first; i < layers_.size(); i++) {
             const bool foretells = i + 1 < layers_.size() && !step.layers[i + 1].foretold.rows.empty();

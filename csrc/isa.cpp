@@ -5,6 +5,7 @@
 #include "sketch_scores.h"
 #if defined(__AMX_BF16__)
 #include "amx_few_rows.h"
+#include "amx_one_row.h"
 #include "amx_rows.h"
 #endif
 
@@ -40,8 +41,10 @@ const IsaTable table = {
     .linear = linear,
 #if defined(__AMX_BF16__)
     .tiles = &tile_table,
+    .row_tiles = &row_table,
 #else
     .tiles = nullptr,
+    .row_tiles = nullptr,
 #endif
 };
 

@@ -109,7 +109,7 @@ void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_
     constexpr int64_t kPair = 2 * kTileSide;
     const int64_t rows_at_once = larger<int64_t>(1, kCachedX / (kPair * a.num_in * (int64_t)sizeof(bf16))) * kPair;
     for (int64_t row = 0; row < a.rows; row += rows_at_once) {
-        tile_linear(tiles, out_begin, out_end, row, smaller(row + rows_at_once, a.rows), expanded);
+        tile_linear<>(tiles, out_begin, out_end, row, smaller(row + rows_at_once, a.rows), expanded);
     }
 }
 

@@ -184,6 +184,8 @@ constexpr int64_t padded_units(int64_t n) { return (n + kScoreTile - 1) / kScore
 //
 // so that a product, which comes out of the tiles with rows as lanes, needs no transposing on its way to the next one.
 //
+// One row alone makes a block of its own, where all of these are plain vectors.
+//
 // INT8 codes are multiplied by what is packed once it was made fixed, in place: each row in 16-bit fixed point, its unit a power of
 // two that lets the largest value just fit. High and low bytes are multiplied apart, and the sums are exact:
 //
@@ -297,7 +299,7 @@ struct IsaTable {
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);
     void (*linear)(const LinearArgs&, const void* packed_x, int64_t out_begin, int64_t out_end, void* expanded);
-    const TileTable* tiles;  // null: this instruction set has no matrix tiles
+    const TileTable *tiles, *row_tiles;  // blocks of 16 rows, and of one; null: this instruction set has no matrix tiles
 };
 
 }  // namespace pagoda
