@@ -9,6 +9,9 @@
 Rounds of the cases of a table take turns, so that a noisy minute hurts all alike. `busy` is processor time over (wall
 time x threads): where it is far below 1, something else was using the machine and the wall time says little.
 
+A decode step is timed as generation has it, behind steps like it: a turn is several of them. The first one, behind what
+the case before did, is shown apart (`first`): it finds neither weights nor Python's own code in any cache.
+
 Decode attention is shown on contiguous keys and values and on a pool whose blocks are in ascending order, in the order
 in which an allocator gives them out when requests have come and gone for long, and in random order.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -33,12 +37,14 @@ from pagoda.kernels import KVView, backend_name, linear, paged_attention
 from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
+from pagoda.memory import host_memory
 from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.loader import load_model
 
 BLOCK = 16
-CONTEXT = 4096  # tokens that decode attention reads
+CONTEXTS = (4096, 32768)  # tokens that decode attention reads
+STEPS = 5  # decode steps of a turn
 COLD_BYTES = 600 << 20  # data that a step finds cold is cycled through more than this
 
 
@@ -50,14 +56,26 @@ class Case:
     call: Callable[[], object]
     num_bytes: float
     operations: float
+    steps: int = 1  # calls of a turn
+    first: list[float] = field(default_factory=list)  # of several calls
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
     def run(self) -> None:
-        wall, cpu = time.perf_counter(), time.process_time()
-        self.call()
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.process_time() - cpu)
+        for step in range(self.steps):
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.call()
+            wall = time.perf_counter() - wall
+            if step == 0 and self.steps > 1:
+                self.first.append(wall)
+            else:
+                self.wall.append(wall)
+                self.cpu.append(time.process_time() - cpu)
+
+    def forget(self) -> None:
+        """What was measured so far was a warm-up."""
+        for times in (self.first, self.wall, self.cpu):
+            times.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,7 @@ class Result:
     """Milliseconds, 10^9 a second, and fractions."""
 
     name: str
+    first_ms: float | None  # the median; None: calls are not told apart
     min_ms: float
     median_ms: float
     gb_s: float
@@ -112,6 +131,7 @@ class Model:
             lambda: self.decoder.forward(batch, self.views, self.groups),
             self.weight_bytes + distinct_tokens * self.kv_token_bytes,
             2 * requests * (new * self.in_layers + self.in_head) + attention,
+            STEPS if new == 1 else 1,
         )
 
 
@@ -135,20 +155,21 @@ def step_cases(decoder: Decoder) -> list[Case]:
     ]
 
 
-def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
+def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) -> list[Case]:
     """Decode attention of one request, another layer each time: on contiguous keys and values, and in a pool."""
-    num_bytes = CONTEXT * num_kv_heads * head_dim * 2 * 2
-    layers, blocks = max(1, COLD_BYTES // num_bytes), CONTEXT // BLOCK
+    num_bytes = context * num_kv_heads * head_dim * 2 * 2
+    layers, blocks = max(1, COLD_BYTES // num_bytes), context // BLOCK
     layout = KVLayout.for_attention(
         num_layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK, dtype="bfloat16"
     )
     pool = BlockPool(layout, 2 * blocks)
     paged = [KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(layers)]
-    memory = torch.empty(layers, 2, 1, num_kv_heads, CONTEXT, head_dim, dtype=torch.bfloat16)
+    shape = (layers, 2, 1, num_kv_heads, context, head_dim)
+    memory = torch.from_numpy(host_memory(2 * math.prod(shape))).view(torch.bfloat16).view(shape)
     for part in (*(view.keys for view in paged), *(view.values for view in paged), *memory.flatten(0, 1)):
         part.normal_()
     q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
-    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([CONTEXT], dtype=torch.int32)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
 
     def case(kind: str, views: list[KVView], ids: torch.Tensor) -> Case:
         table = ids.to(torch.int32)[None]
@@ -157,9 +178,12 @@ def attention_cases(num_kv_heads: int, group: int, head_dim: int) -> list[Case]:
             for view in views:
                 paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
 
-        operations = 4 * CONTEXT * num_kv_heads * group * head_dim * layers
+        operations = 4 * context * num_kv_heads * group * head_dim * layers
         return Case(
-            f"attention, {num_kv_heads} x {group} heads of {head_dim}, {kind}", attend, num_bytes * layers, operations
+            f"attention, {num_kv_heads} x {group} x {head_dim}, {context:,} tokens, {kind}",
+            attend,
+            num_bytes * layers,
+            operations,
         )
 
     return [
@@ -213,7 +237,8 @@ def main() -> None:
 
     decoder = load_model(args.model, dtype="bfloat16", weights_format=args.weights).decoder
     tables: list[Callable[[], list[Case]]] = [lambda: step_cases(decoder)]
-    tables += [lambda shape=shape: attention_cases(*shape) for shape in ((3, 3, 64), (8, 4, 128))]  # type: ignore[misc]
+    shapes = [(*heads, context) for heads in ((3, 3, 64), (8, 4, 128)) for context in CONTEXTS]
+    tables += [lambda shape=shape: attention_cases(*shape) for shape in shapes]  # type: ignore[misc]
     results = []
     for table in tables:
         cases = table()
@@ -221,8 +246,7 @@ def main() -> None:
             for case in cases:
                 case.run()
                 if turn == 0:
-                    case.wall.clear()
-                    case.cpu.clear()
+                    case.forget()
         results += show([evaluate(case, read, rate, args.threads) for case in cases])
     if args.json:
         write_json(args.json, {"cpu": cpu_name(), "threads": args.threads, **limits.to_json()}, results)
@@ -230,10 +254,11 @@ def main() -> None:
 
 def show(results: list[Result]) -> list[Result]:
     """Print a table."""
-    print(f"{'':46}{'min ms':>9}{'median':>9}{'GB/s':>8}{'GFLOP/s':>9}{'floor':>9}{'share':>7}{'busy':>6}")
+    print(f"{'':50}{'first':>9}{'min ms':>9}{'median':>9}{'GB/s':>8}{'GFLOP/s':>9}{'floor':>9}{'share':>7}{'busy':>6}")
     for r in results:
+        first = "" if r.first_ms is None else f"{r.first_ms:.2f}"
         print(
-            f"{r.name:46}{r.min_ms:9.2f}{r.median_ms:9.2f}{r.gb_s:8.1f}{r.gflop_s:9.0f}"
+            f"{r.name:50}{first:>9}{r.min_ms:9.2f}{r.median_ms:9.2f}{r.gb_s:8.1f}{r.gflop_s:9.0f}"
             f"{r.floor_ms:9.2f}{r.share:7.0%}{r.busy:6.2f}"
         )
     return results
@@ -244,6 +269,7 @@ def evaluate(case: Case, read: float, rate: float, threads: int) -> Result:
     fastest, floor = min(case.wall), max(case.num_bytes / read, case.operations / rate)
     return Result(
         case.name,
+        statistics.median(case.first) * 1e3 if case.first else None,
         fastest * 1e3,
         statistics.median(case.wall) * 1e3,
         case.num_bytes / fastest / 1e9,

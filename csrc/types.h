@@ -212,7 +212,7 @@ constexpr int64_t row_bytes(const Matrix& weight, int64_t num_in) {
 // Panels that a task should take together: as many as a page has rows of W, where reading W is what counts (see panel_at).
 constexpr int64_t panels_together(const Matrix& weight, int64_t num_in, int64_t rows) {
     constexpr int64_t kPage = 4096, kFewRows = 32, kMost = 8;
-    const int64_t row_bytes = num_in * (weight.scales ? 1 : 2), together = (kPage + row_bytes - 1) / row_bytes;
+    const int64_t bytes = row_bytes(weight, num_in), together = (kPage + bytes - 1) / bytes;
     return rows > kFewRows || weight.is_compact() ? 1 : together < kMost ? together : kMost;
 }
 
