@@ -229,25 +229,33 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
     amx_attend<Source, 1>(a, t, stretch, s);
 }
 
-// Rows that do not fill tiles, as many at a time as vectors have room for.
-inline void attend_on_vectors(const AttentionArgs& a, const Tile& t, void* memory) {
-    if (t.num_kv_heads > 1) return attention<bf16>(a, t, memory);
-    for (int64_t row = t.row_begin; row < t.row_end; row += kTileRows) {
-        Tile part = t;
-        part.row_begin = row;
-        part.row_end = smaller(row + kTileRows, t.row_end);
-        if (t.partial_out) {
-            part.partial_out = t.partial_out + (row - t.row_begin) * a.pool.head_dim;
-            part.partial_lse = t.partial_lse + (row - t.row_begin);
-        }
-        attention<bf16>(a, part, memory);
+// What a part of `t` computes: rows from `first_row` on of the head `h`, both counted within the tile.
+inline Tile part_of(const AttentionArgs& a, const Tile& t, int h, int64_t first_row, int64_t rows) {
+    Tile part = t;
+    part.kv_head += h;
+    part.num_kv_heads = 1;
+    part.row_begin += first_row;
+    part.row_end = smaller(part.row_begin + rows, t.row_end);
+    if (t.partial_out) {
+        const int64_t skipped = h * (t.row_end - t.row_begin) + first_row;
+        part.partial_out += skipped * a.pool.head_dim;
+        part.partial_lse += skipped;
     }
+    return part;
 }
 
 void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    if (suits_decode(a, t)) return decode_attention(a, t, memory);
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
-    if (t.num_kv_heads > 1 || rows < kMinAmxRows || head_dim % kTileDepth != 0) return attend_on_vectors(a, t, memory);
+    if (suits_decode(a, t)) return decode_attention(a, t, memory);
+    if (rows < kMinAmxRows || head_dim % kTileDepth != 0) {
+        if (rows * t.num_kv_heads <= kTileRows) return attention<bf16>(a, t, memory);
+        for (int64_t row = 0; row < rows; row += kTileRows) attention<bf16>(a, part_of(a, t, 0, row, kTileRows), memory);
+        return;
+    }
+    if (t.num_kv_heads > 1) {
+        for (int h = 0; h < t.num_kv_heads; h++) amx_attention(a, part_of(a, t, h, 0, rows), memory);
+        return;
+    }
     const AmxScratch s(memory, head_dim);
     const TileConfig configured;
     const int64_t padded_rows = (rows + kTileSide - 1) / kTileSide * kTileSide;

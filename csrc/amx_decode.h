@@ -1,4 +1,4 @@
-// Decode attention on AMX over BF16 keys and values: up to four rows of each KV head, the heads of a tile one after the other.
+// Decode attention on AMX over BF16 keys and values: up to sixteen rows of each KV head, the heads of a tile one after the other.
 //
 //     scores [16 keys, rows]  = keys [16 keys, head_dim]  x  queries         keys as they lie are a left operand
 //     out    [rows, head_dim] = probabilities [rows, 64 keys]  x  values     two neighbours' values side by side are a right one
@@ -12,14 +12,14 @@
 namespace pagoda::PAGODA_ISA {
 namespace {
 
-constexpr int kDecodeRows = 4;  // of a KV head; a query's right operand has as many columns
-constexpr int kDecodeRowBytes = kDecodeRows * 4;
+constexpr int kQuad = 4;  // rows that are a product's: columns of queries, and twice as many rows of probabilities, which are in two parts
+constexpr int kQuadBytes = kQuad * 4;
 
-// Registers: 0 is keys (1) times queries (2); 3 is probabilities (4, 5), in two BF16 parts that make 16 bits, times values (6, 7).
+// Registers: 0 and 1, for two quads of rows, are keys (2) times queries (3); 4 and 5 are probabilities (6) times values (7).
 constexpr TileShapes decode_tiles() {
     TileShapes shapes;
-    shapes.row_bytes[0] = shapes.row_bytes[2] = kDecodeRowBytes;
-    shapes.rows[3] = shapes.rows[4] = shapes.rows[5] = 2 * kDecodeRows;
+    shapes.row_bytes[0] = shapes.row_bytes[1] = shapes.row_bytes[3] = kQuadBytes;
+    shapes.rows[4] = shapes.rows[5] = shapes.rows[6] = 2 * kQuad;
     return shapes;
 }
 constexpr TileShapes kDecodeTiles = decode_tiles();
@@ -29,8 +29,8 @@ struct DecodeScratch {
     float* top;     // [heads * rows]
     float* sum;     // [heads * rows]
     float* scores;  // [kDecodeRows, kTileKeys]
-    bf16* queries;  // [heads][head_dim / 2][kDecodeRows][2]
-    bf16* p;        // [2 of 32 keys][high | low][kDecodeRows][32]
+    bf16* queries;  // [heads][quads][head_dim / 2][kQuad][2]: a row may have a quad of its own
+    bf16* p;        // [quads][2 of 32 keys][high | low][kQuad][32]
     bf16* values;   // [2 of 16 channels][kTileKeys / 2][16][2]
     bf16* keys;     // [16][head_dim], where they do not lie in one block
 
@@ -40,29 +40,32 @@ struct DecodeScratch {
           sum(top + kTileRows),
           scores(sum + kTileRows),
           queries((bf16*)(scores + kDecodeRows * kTileKeys)),
-          p(queries + kTileRows * head_dim),
+          p(queries + 4 * kTileRows * head_dim),
           values(p + 4 * kDecodeRows * kTileDepth),
           keys(values + kTileKeys * kTileDepth) {}
     static int64_t bytes(int64_t head_dim) {
         return (kTileRows * (head_dim + 2) + kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
-               ((kTileRows + kTileSide) * head_dim + 4 * kDecodeRows * kTileDepth + kTileKeys * kTileDepth) * (int64_t)sizeof(bf16);
+               ((4 * kTileRows + kTileSide) * head_dim + 4 * kDecodeRows * kTileDepth + kTileKeys * kTileDepth) * (int64_t)sizeof(bf16);
     }
 };
 
+inline int64_t quads_of(int64_t rows) { return (rows + kQuad - 1) / kQuad; }
+
 inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
-    memset(to, 0, t.num_kv_heads * kDecodeRows * head_dim * sizeof(bf16));
-    for (int h = 0; h < t.num_kv_heads; h++, to += kDecodeRows * head_dim) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim, quads = quads_of(t.row_end - t.row_begin);
+    memset(to, 0, t.num_kv_heads * quads * kQuad * head_dim * sizeof(bf16));
+    for (int h = 0; h < t.num_kv_heads; h++, to += quads * kQuad * head_dim) {
         for (int64_t row = t.row_begin; row < t.row_end; row++) {
+            const int64_t r = row - t.row_begin;
             const bf16* from = (const bf16*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
                                ((t.kv_head + h) * group + row % group) * a.q_head_stride;
-            for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + d * kDecodeRows + 2 * (row - t.row_begin), from + d, 2 * sizeof(bf16));
+            for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + r / kQuad * kQuad * head_dim + d * kQuad + 2 * (r % kQuad), from + d, 2 * sizeof(bf16));
         }
     }
 }
 
 // [16 keys, 4 rows] -> a vector of keys for each row
-inline void few_rows_of(const float* sums, Vec rows[kDecodeRows]) {
+inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i r[4];
     for (int i = 0; i < 4; i++) r[i] = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(sums + i * 16));
@@ -75,44 +78,55 @@ inline void few_rows_of(const float* sums, Vec rows[kDecodeRows]) {
 }
 
 // Scores of a head's rows against up to kTileKeys entries from `begin` on, in units of log2 or what a softcap takes.
-inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, int64_t begin, const bf16* queries, Lookahead& ahead, const DecodeScratch& s) {
+inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, int64_t begin, const bf16* queries, int64_t quads, Lookahead& ahead,
+                      const DecodeScratch& s) {
     const int64_t head_dim = a.pool.head_dim, slots = a.pool.block_size, slot_bytes = a.pool.keys.slot_stride * (int64_t)sizeof(bf16);
-    alignas(64) float sums[kTileKeys * kDecodeRows];
-    const float unit = query_scale(a);
+    alignas(64) float sums[kDecodeRows / kQuad][kTileKeys][kQuad];
     for (int j = 0; j < kTileKeys; j += kTileSide) {
         const bf16* keys = entries.keys[j];
         int64_t stride = slot_bytes;
         if (j + kTileSide > entries.count || (begin + j) % slots + kTileSide > slots) {
-            for (int i = 0; i < kTileSide; i++) {
-                if (j + i < entries.count) memcpy(s.keys + i * head_dim, entries.keys[j + i], head_dim * sizeof(bf16));
-            }
+            for (int i = j; i < smaller(j + kTileSide, entries.count); i++) memcpy(s.keys + (i - j) * head_dim, entries.keys[i], head_dim * sizeof(bf16));
             keys = s.keys;
             stride = head_dim * sizeof(bf16);
+            memory_is_written();
         }
-        memory_is_written();
-        _tile_zero(0);
-        for (int64_t d = 0; d < head_dim; d += kTileDepth) {
-            ahead.some();
-            _tile_loadd(1, keys + d, stride);
-            _tile_loadd(2, queries + d * kDecodeRows, kDecodeRowBytes);
-            _tile_dpbf16ps(0, 1, 2);
+        for (int64_t quad = 0; quad < quads; quad += 2) {
+            const bf16 *q = queries + quad * kQuad * head_dim, *next_q = q + kQuad * head_dim;
+            const bool two = quad + 1 < quads;
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t d = 0; d < head_dim; d += kTileDepth) {
+                ahead.some();
+                _tile_loadd(2, keys + d, stride);
+                _tile_loadd(3, q + d * kQuad, kQuadBytes);
+                _tile_dpbf16ps(0, 2, 3);
+                if (!two) continue;
+                _tile_loadd(3, next_q + d * kQuad, kQuadBytes);
+                _tile_dpbf16ps(1, 2, 3);
+            }
+            _tile_stored(0, sums[quad][j], kQuadBytes);
+            if (two) _tile_stored(1, sums[quad + 1][j], kQuadBytes);
         }
-        _tile_stored(0, sums + j * kDecodeRows, kDecodeRowBytes);
     }
     memory_is_written();
-    for (int j = 0; j < kTileKeys; j += kTileSide) {
-        Vec rows[kDecodeRows];
-        few_rows_of(sums + j * kDecodeRows, rows);
-        for (int r = 0; r < kDecodeRows; r++) store(s.scores + r * kTileKeys + j, rows[r] * unit);
+    const float unit = query_scale(a);
+    for (int64_t quad = 0; quad < quads; quad++) {
+        for (int j = 0; j < kTileKeys; j += kTileSide) {
+            Vec rows[kQuad];
+            few_rows_of(sums[quad][j], rows);
+            for (int r = 0; r < kQuad; r++) store(s.scores + (quad * kQuad + r) * kTileKeys + j, rows[r] * unit);
+        }
     }
 }
 
 // Scores, probabilities by now, in two parts.
-inline void split_probabilities(int64_t rows, const float* scores, bf16* p) {
+inline void split_probabilities(int64_t rows, const float* scores, bf16* to) {
     for (int64_t r = 0; r < rows; r++) {
+        bf16* p = to + r / kQuad * 4 * kQuad * kTileDepth;
         for (int half = 0; half < 2; half++) {
             const Vec x = load(scores + r * kTileKeys + half * kTileDepth), y = load(scores + r * kTileKeys + half * kTileDepth + kTileSide);
-            bf16 *high = p + (half * 2 * kDecodeRows + r) * kTileDepth, *low = high + kDecodeRows * kTileDepth;
+            bf16 *high = p + (half * 2 * kQuad + r % kQuad) * kTileDepth, *low = high + kQuad * kTileDepth;
             _mm512_storeu_si512(high, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
             const Vec left_x = x - load(high), left_y = y - load(high + kTileSide);
             _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh((__m512)left_y, (__m512)left_x));
@@ -126,33 +140,46 @@ inline void accumulate_few(const Entries<bf16>& entries, int64_t head_dim, int64
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
     alignas(64) static const bf16 zeros[256] = {};  // a NaN in a slot nobody wrote would spread, though its probability is zero
-    auto row = [&](int j) { return j < entries.count ? entries.values[j] : zeros; };
+    const bf16* padded[kTileKeys];
+    for (int j = 0; entries.count < kTileKeys && j < kTileKeys; j++) padded[j] = j < entries.count ? entries.values[j] : zeros;
+    const bf16* const* values_of = entries.count < kTileKeys ? padded : entries.values;
     split_probabilities(rows, s.scores, s.p);
+    const int64_t quads = quads_of(rows);
     for (int64_t d = 0; d < head_dim; d += kTileDepth) {
         constexpr int kPairs = kTileKeys / 2;
         for (int pair = 0; pair < kPairs; pair++) {
             if (pair % 3 == 0) ahead.some();
-            const __m512i even = _mm512_loadu_si512(row(2 * pair) + d), odd = _mm512_loadu_si512(row(2 * pair + 1) + d);
+            const __m512i even = _mm512_loadu_si512(values_of[2 * pair] + d), odd = _mm512_loadu_si512(values_of[2 * pair + 1] + d);
             bf16* to = s.values + pair * kTileDepth;
             _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
             _mm512_storeu_si512(to + kPairs * kTileDepth, _mm512_unpackhi_epi16(even, odd));
         }
-        alignas(64) float out[2][2 * kDecodeRows][kTileSide];
+        alignas(64) float out[kDecodeRows / kQuad][2][2 * kQuad][kTileSide];
         memory_is_written();
-        _tile_loadd(4, s.p, kTileRowBytes);
-        _tile_loadd(5, s.p + 2 * kDecodeRows * kTileDepth, kTileRowBytes);
-        for (int i = 0; i < 2; i++) {
-            const bf16* values = s.values + i * kPairs * kTileDepth;
-            _tile_zero(3);
-            _tile_loadd(6, values, kTileRowBytes);
-            _tile_dpbf16ps(3, 4, 6);
-            _tile_loadd(7, values + kTileSide * kTileDepth, kTileRowBytes);
-            _tile_dpbf16ps(3, 5, 7);
-            _tile_stored(3, out[i], kTileRowBytes);
+        for (int64_t quad = 0; quad < quads; quad += 2) {
+            constexpr int kPart = 2 * kQuad * kTileDepth;
+            const bool two = quad + 1 < quads;
+            for (int i = 0; i < 2; i++) {
+                _tile_zero(4);
+                _tile_zero(5);
+                for (int half = 0; half < 2; half++) {
+                    const bf16* p = s.p + (2 * quad + half) * kPart;
+                    _tile_loadd(7, s.values + (2 * i + half) * kTileSide * kTileDepth, kTileRowBytes);
+                    _tile_loadd(6, p, kTileRowBytes);
+                    _tile_dpbf16ps(4, 6, 7);
+                    if (!two) continue;
+                    _tile_loadd(6, p + 2 * kPart, kTileRowBytes);
+                    _tile_dpbf16ps(5, 6, 7);
+                }
+                _tile_stored(4, out[quad][i], kTileRowBytes);
+                if (two) _tile_stored(5, out[quad + 1][i], kTileRowBytes);
+            }
         }
         memory_is_written();
         for (int64_t r = 0; r < rows; r++) {
-            const __m512 x = (__m512)(load(out[0][r]) + load(out[0][kDecodeRows + r])), y = (__m512)(load(out[1][r]) + load(out[1][kDecodeRows + r]));
+            auto& o = out[r / kQuad];
+            const int64_t i = r % kQuad;
+            const __m512 x = (__m512)(load(o[0][i]) + load(o[0][kQuad + i])), y = (__m512)(load(o[1][i]) + load(o[1][kQuad + i]));
             float* to = acc + r * head_dim + d;
             store(to, load(to) + (Vec)_mm512_permutex2var_ps(x, first, y));
             store(to + kTileSide, load(to + kTileSide) + (Vec)_mm512_permutex2var_ps(x, second, y));
@@ -167,7 +194,7 @@ inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
 }
 
 inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows, quads = quads_of(rows);
     const DecodeScratch s(memory, head_dim);
     const TileConfig configured(kDecodeTiles);
     pack_few_queries(a, t, s.queries);
@@ -186,7 +213,7 @@ inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory
                 const bool last = h + 1 == t.num_kv_heads;
                 const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
                 Lookahead ahead = source.lookahead();
-                score_few(a, entries, begin, s.queries + h * kDecodeRows * head_dim, ahead, s);
+                score_few(a, entries, begin, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
                 float* acc = s.acc + h * rows * head_dim;
                 for (int64_t r = 0; r < rows; r++) {
                     float* scores = s.scores + r * kTileKeys;

@@ -78,8 +78,9 @@ struct Entries {
 
     Entries() = default;
     // A head's from `begin` on, as many as fit and the stretch has: maybe none.
-    Entries(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin)
-        : count((int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, s.end - begin))) {
+    Entries(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin) { find(a, t, s, kv_head, begin); }
+    void find(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin) {
+        count = (int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, s.end - begin));
         const int64_t block_size = a.pool.block_size;
         const Place key(*s.keys, kv_head), value(*s.values, kv_head);
         int64_t slot = begin % block_size;
@@ -165,14 +166,14 @@ class InPlace {
 public:
     using Element = T;
     InPlace(const AttentionArgs& a, const Tile& t, const Stretch& s, void*) : a_(a), t_(t), s_(s) {
-        entries_[0] = Entries<T>(a, t, s, t.kv_head, s.begin);
+        entries_[0].find(a, t, s, t.kv_head, s.begin);
     }
 
     // Valid until the next call, which must be for what `then` says.
     const Entries<T>& at(int /*head*/, int64_t /*begin*/, int then_head, int64_t then_begin) {
         const int now = next_;
         next_ = 1 - now;
-        entries_[next_] = Entries<T>(a_, t_, s_, then_head, then_begin);
+        entries_[next_].find(a_, t_, s_, then_head, then_begin);
         return entries_[now];
     }
     void prefetch_next(int turn) const {

@@ -14,7 +14,7 @@ namespace pagoda {
 namespace {
 
 constexpr int64_t kMinPartKeys = 256;   // of one KV head; shorter parts cost more to merge than they balance
-constexpr int64_t kFewRows = 4;         // of a KV head; with more of them, arithmetic counts and not the length of runs
+constexpr int kMostHeads = 32;          // of a tile
 constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
 constexpr int64_t kTilesPerThread = 3;  // where there are rows for so many
 
@@ -78,7 +78,7 @@ std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch, int6
         const int64_t token_row = batch.query_start[r], query_len = batch.query_start[r + 1] - token_row;
         const SharedPrefix* shared = shared_by[r];
         const int64_t rows = query_len * group;
-        const int heads_at_once = rows <= kFewRows ? kTileRows / kFewRows : 1;
+        const int heads_at_once = rows == 0 || rows > kDecodeRows ? 1 : std::min(kMostHeads, kTileRows / static_cast<int>(rows));
         for (const Tile& tile : request_tiles(args, batch, r, heads_at_once, rows_at_once)) {
             Whole whole = {tile, shared, 0};
             if (shared) {

@@ -139,8 +139,9 @@ struct AttentionArgs {
     float* lse;      // [rows, num_heads]
 };
 
-constexpr int kTileRows = 128;  // most query rows of a tile on vectors, and of several KV heads together
-constexpr int kTileKeys = 64;   // KV entries scored before one softmax update
+constexpr int kTileRows = 128;   // most query rows of a tile on vectors, and of several KV heads together
+constexpr int kDecodeRows = 16;  // most query rows of a KV head for which a tile has several heads: reading counts, not arithmetic
+constexpr int kTileKeys = 64;    // KV entries scored before one softmax update
 
 // The work of one task: some query rows of one request, those of one KV head or of several, against some of its KV entries.
 //
