@@ -86,13 +86,9 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
     }
 }
 
-template <typename Source>
-inline void pack_keys(const Entries<bf16>& entries, const Source& source, int count, int64_t head_dim, bf16* to) {
-    for (int turn = 0; turn < turns(count); turn++) {
-        source.prefetch_next(turn);
-        for (int j = turn; j < count; j += turns(count)) {
-            for (int64_t d = 0; d < head_dim; d += kTileDepth) _mm512_storeu_si512(to + j * head_dim + d, _mm512_loadu_si512(entries.keys[j] + d));
-        }
+inline void pack_keys(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
+    for (int j = 0; j < count; j++) {
+        for (int64_t d = 0; d < head_dim; d += kTileDepth) _mm512_storeu_si512(to + j * head_dim + d, _mm512_loadu_si512(entries.keys[j] + d));
     }
 }
 
@@ -192,7 +188,8 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         while (first < last && s.seen(first).none_of(begin, begin + count)) first++;
         while (first < last && s.seen(last - 1).none_of(begin, begin + count)) last--;
         if (first == last) continue;
-        pack_keys(entries, source, count, head_dim, s.k);
+        Lookahead ahead = source.lookahead();
+        pack_keys(entries, count, head_dim, s.k);
         pack_values(entries, count, head_dim, s.vt);
 
         Nothing nothing;
@@ -210,6 +207,7 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         score(first, nothing);
         prepare(first);
         for (int block = first; block < last; block++) {
+            ahead.part(1, last - first);
             float *top = s.top + block * kTileSide, *sum = s.sum + block * kTileSide;
             const Vec base = raised_top(highest, top, sum, s.acc + block * kTileSide * head_dim, head_dim);
             Exponentials exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, s.p_of(block));

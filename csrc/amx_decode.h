@@ -1,4 +1,5 @@
-// Decode attention on AMX over BF16 keys and values: up to sixteen rows of each KV head, the heads of a tile one after the other.
+// Decode attention on AMX over BF16 keys and values: two to sixteen rows of each KV head, the heads of a tile one after the
+// other.
 //
 //     scores [16 keys, rows]  = keys [16 keys, head_dim]  x  queries         keys as they lie are a left operand
 //     out    [rows, head_dim] = probabilities [rows, 64 keys]  x  values     two neighbours' values side by side are a right one
@@ -188,9 +189,11 @@ inline void accumulate_few(const Entries<bf16>& entries, int64_t head_dim, int64
     ahead.finish();
 }
 
+// One row is as fast with float32 vectors: there is no second one to share what was made of its values.
 inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
+    const int64_t rows = t.row_end - t.row_begin;
     const bool plain = a.pool.keys.format == kBF16 && a.pool.values.format == kBF16 && !a.pool.staged.slot_of;
-    return plain && t.row_end - t.row_begin <= kDecodeRows && a.pool.head_dim % kTileDepth == 0;
+    return plain && rows > 1 && rows <= kDecodeRows && a.pool.head_dim % kTileDepth == 0;
 }
 
 inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory) {

@@ -102,16 +102,15 @@ struct Entries {
     }
 };
 
-// Entries are met four at a time, one from each quarter of the list:
+// Entries are asked for four at a time, one from each quarter of the list:
 //
 //     entry    0 1 2 ...   16 17 18 ...   32 33 34 ...   48 49 50 ...
 //     turn     0 1 2 ...    0  1  2 ...    0  1  2 ...    0  1  2 ...
 //
-// Quarters are in different pages, and the hardware reads ahead in each page by itself: four neighbours would wait for memory twice
-// as long.
+// Quarters are in different pages, and the hardware reads ahead in each page by itself. Measured, what is asked for one page after the
+// other takes a third longer; in which order it is read then makes no difference.
 inline int turns(int count) { return (count + 3) / 4; }
 
-// Blocks lie anywhere, so the hardware cannot foresee the next one: ask for it while this one is being scored.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) prefetch_line((const char*)row + i);
@@ -126,9 +125,8 @@ inline void prefetch(const Entries<T>& entries, int turn, int64_t key_bytes, int
     }
 }
 
-// Asks for entries that come next, a little at a time between what is computed, so that reading never rests: with each call a line of
-// four keys and one of four values, an entry of each quarter. Measured, lines that are asked for one page after the other take half as
-// long again, in whatever order they are read then.
+// Asks for the entries that come next, a little at a time between what is computed, so that neither reading nor computing rests. Blocks
+// lie anywhere: the hardware cannot foresee the next one.
 class Lookahead {
 public:
     template <typename T>
@@ -136,6 +134,7 @@ public:
         : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), key_bytes_(key_bytes),
           value_bytes_(value_bytes) {}
 
+    // A line of each quarter's next key, and of its value.
     void some() {
         const int quarter = turns(count_);
         if (turn_ >= quarter) return;
@@ -143,20 +142,27 @@ public:
             if (at_ < key_bytes_) prefetch_line(keys_[j] + at_);
             if (at_ < value_bytes_) prefetch_line(values_[j] + at_);
         }
-        at_ += 64;
+        at_ += kLine;
         if (at_ < larger(key_bytes_, value_bytes_)) return;
         at_ = 0;
         turn_++;
+    }
+    // A share `n / of` of all there may be.
+    void part(int64_t n, int64_t of) {
+        owed_ += n * (kTileKeys / 4) * ((larger(key_bytes_, value_bytes_) + kLine - 1) / kLine);
+        for (; owed_ >= of; owed_ -= of) some();
     }
     void finish() {
         while (turn_ < turns(count_)) some();
     }
 
 private:
-    const char* const *keys_, * const *values_;
+    static constexpr int64_t kLine = 64;
+
+    const char* const *keys_, *const *values_;
     const int count_;
     const int64_t key_bytes_, value_bytes_;
-    int64_t at_ = 0;
+    int64_t at_ = 0, owed_ = 0;  // of the present turn's rows; shares of calls, in units of `of`
     int turn_ = 0;
 };
 
@@ -167,6 +173,7 @@ public:
     using Element = T;
     InPlace(const AttentionArgs& a, const Tile& t, const Stretch& s, void*) : a_(a), t_(t), s_(s) {
         entries_[0].find(a, t, s, t.kv_head, s.begin);
+        lookahead().finish();
     }
 
     // Valid until the next call, which must be for what `then` says.
@@ -175,10 +182,6 @@ public:
         next_ = 1 - now;
         entries_[next_].find(a_, t_, s_, then_head, then_begin);
         return entries_[now];
-    }
-    void prefetch_next(int turn) const {
-        const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);
-        prefetch(entries_[next_], turn, bytes, bytes);
     }
     Lookahead lookahead() const {
         const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);

@@ -53,20 +53,16 @@ PAGODA_INLINE void score_step(Vec (&acc)[kRows][4], const float* q, int64_t stri
     }
 }
 
-// Four entries against kRows rows; their scores are `apart` from one another.
+// Four entries against kRows rows.
 template <int kRows, typename T>
-inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores, int apart) {
+inline void score_block(const float* q, int64_t head_dim, const T* const* keys, float* scores) {
     const int64_t stride = padded(head_dim);
     Vec acc[kRows][4] = {};
     int64_t i = 0;
     for (; i + kWidth <= head_dim; i += kWidth) score_step<kRows>(acc, q, stride, keys, i, kWidth);
     if (i < head_dim) score_step<kRows>(acc, q, stride, keys, i, head_dim - i);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) {
-        float sums[4];
-        sum4(acc[r], sums);
-        for (int j = 0; j < 4; j++) scores[r * kTileKeys + j * apart] = sums[j];
-    }
+    for (int r = 0; r < kRows; r++) sum4(acc[r], scores + r * kTileKeys);
 }
 
 // What is after the last of `count` is undefined then, up to the end of its vector.
@@ -75,21 +71,19 @@ inline void multiply(float* numbers, const float* by, int count) {
 }
 
 template <typename T, typename Source>
-inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Source& source, int64_t rows,
+inline void score(const float* q, int64_t head_dim, const Entries<T>& entries, const Source& source, int64_t rows, Lookahead& ahead,
                   float* scores) {
-    const int quarter = turns(entries.count);
-    for (int turn = 0; turn < quarter; turn++) {
-        source.prefetch_next(turn);
-        const T* keys[4];
-        for (int j = 0; j < 4; j++) keys[j] = entries.keys[turn + j * quarter];
+    for (int j = 0; j < entries.count; j += 4) {
+        ahead.part(4, 2 * kTileKeys);  // the other half while values are summed
+        const T* const* keys = entries.keys + j;
         for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
             const float* qr = q + r * padded(head_dim);
-            float* to = scores + r * kTileKeys + turn;
+            float* to = scores + r * kTileKeys + j;
             switch (smaller<int64_t>(kRowsAtOnce, rows - r)) {
-                case 1: score_block<1>(qr, head_dim, keys, to, quarter); break;
-                case 2: score_block<2>(qr, head_dim, keys, to, quarter); break;
-                case 3: score_block<3>(qr, head_dim, keys, to, quarter); break;
-                default: score_block<4>(qr, head_dim, keys, to, quarter);
+                case 1: score_block<1>(qr, head_dim, keys, to); break;
+                case 2: score_block<2>(qr, head_dim, keys, to); break;
+                case 3: score_block<3>(qr, head_dim, keys, to); break;
+                default: score_block<4>(qr, head_dim, keys, to);
             }
         }
     }
@@ -117,19 +111,17 @@ inline int mask(float* scores, Seen s, int count) {
 // acc[rows, kVecs vectors] += probabilities[rows, count] x values
 template <int kRows, int kVecs, typename T>
 inline void accumulate_block(const float* p, const T* const* values, int count, int64_t offset, int64_t stride,
-                             float* acc) {
+                             Lookahead& ahead, float* acc) {
     Vec sums[kRows][kVecs];
     for (int r = 0; r < kRows; r++) {
         for (int i = 0; i < kVecs; i++) sums[r][i] = load(acc + r * stride + i * kWidth);
     }
-    constexpr int kQuarter = kTileKeys / 4;  // whatever the count, so that a sum does not depend on how many entries are masked
-    for (int turn = 0; turn < kQuarter; turn++) {
-        for (int j = turn; j < count; j += kQuarter) {
-            Vec v[kVecs];
-            for (int i = 0; i < kVecs; i++) v[i] = load(values[j] + offset + i * kWidth);
-            for (int r = 0; r < kRows; r++) {
-                for (int i = 0; i < kVecs; i++) sums[r][i] += p[r * kTileKeys + j] * v[i];
-            }
+    for (int j = 0; j < count; j++) {
+        if (j % 4 == 0) ahead.part(4 * kVecs * kWidth, 2 * kTileKeys * stride);
+        Vec v[kVecs];
+        for (int i = 0; i < kVecs; i++) v[i] = load(values[j] + offset + i * kWidth);
+        for (int r = 0; r < kRows; r++) {
+            for (int i = 0; i < kVecs; i++) sums[r][i] += p[r * kTileKeys + j] * v[i];
         }
     }
     for (int r = 0; r < kRows; r++) {
@@ -138,14 +130,14 @@ inline void accumulate_block(const float* p, const T* const* values, int count, 
 }
 
 template <int kRows, typename T>
-inline void accumulate_rows(const float* p, const Entries<T>& entries, int64_t head_dim, float* acc) {
+inline void accumulate_rows(const float* p, const Entries<T>& entries, int64_t head_dim, Lookahead& ahead, float* acc) {
     const int64_t stride = padded(head_dim);
     int64_t i = 0;
     for (; i + 4 * kWidth <= head_dim; i += 4 * kWidth) {
-        accumulate_block<kRows, 4>(p, entries.values, entries.count, i, stride, acc + i);
+        accumulate_block<kRows, 4>(p, entries.values, entries.count, i, stride, ahead, acc + i);
     }
     for (; i + kWidth <= head_dim; i += kWidth) {
-        accumulate_block<kRows, 1>(p, entries.values, entries.count, i, stride, acc + i);
+        accumulate_block<kRows, 1>(p, entries.values, entries.count, i, stride, ahead, acc + i);
     }
     if (i == head_dim) return;
     for (int r = 0; r < kRows; r++) {
@@ -158,15 +150,15 @@ inline void accumulate_rows(const float* p, const Entries<T>& entries, int64_t h
 }
 
 template <typename T>
-inline void accumulate(const float* p, const Entries<T>& entries, int64_t head_dim, int64_t rows, float* acc) {
+inline void accumulate(const float* p, const Entries<T>& entries, int64_t head_dim, int64_t rows, Lookahead& ahead, float* acc) {
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
         const float* pr = p + r * kTileKeys;
         float* to = acc + r * padded(head_dim);
         switch (smaller<int64_t>(kRowsAtOnce, rows - r)) {
-            case 1: accumulate_rows<1>(pr, entries, head_dim, to); break;
-            case 2: accumulate_rows<2>(pr, entries, head_dim, to); break;
-            case 3: accumulate_rows<3>(pr, entries, head_dim, to); break;
-            default: accumulate_rows<4>(pr, entries, head_dim, to);
+            case 1: accumulate_rows<1>(pr, entries, head_dim, ahead, to); break;
+            case 2: accumulate_rows<2>(pr, entries, head_dim, ahead, to); break;
+            case 3: accumulate_rows<3>(pr, entries, head_dim, ahead, to); break;
+            default: accumulate_rows<4>(pr, entries, head_dim, ahead, to);
         }
     }
 }
@@ -241,7 +233,8 @@ inline void attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch
             const bool last = h + 1 == t.num_kv_heads;
             const auto& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
             float* acc = s.acc + h * rows * padded(head_dim);
-            score(s.q + h * rows * padded(head_dim), head_dim, entries, source, rows, s.scores);
+            Lookahead ahead = source.lookahead();
+            score(s.q + h * rows * padded(head_dim), head_dim, entries, source, rows, ahead, s.scores);
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;
                 soft_cap(a, scores, entries.count);
@@ -249,7 +242,8 @@ inline void attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch
                 softmax_step(scores, count, s.top[h * rows + r], s.sum[h * rows + r], acc + r * padded(head_dim), head_dim);
                 if (source.value_scales()) multiply(scores, source.value_scales(), entries.count);
             }
-            accumulate(s.scores, entries, head_dim, rows, acc);
+            accumulate(s.scores, entries, head_dim, rows, ahead, acc);
+            ahead.finish();
         }
     }
 }
@@ -290,7 +284,9 @@ inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& s
     for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, stretch.end);
         const auto& entries = source.at(t.kv_head, begin, t.kv_head, end);
-        score(s.q, a.pool.head_dim, entries, source, rows, s.scores);
+        Lookahead ahead = source.lookahead();
+        score(s.q, a.pool.head_dim, entries, source, rows, ahead, s.scores);
+        ahead.finish();
         float* mass = m.mass + (begin - t.key_begin);
         for (int64_t r = 0; r < rows; r++) {
             float* scores = s.scores + r * kTileKeys;

@@ -64,7 +64,8 @@ public:
             entries_.keys[j] = keys_ + j * stride_;
             entries_.values[j] = values_ + j * stride_;
         }
-        next_ = Entries<uint8_t>(a, t, s, t.kv_head, s.begin);
+        next_.find(a, t, s, t.kv_head, s.begin);
+        lookahead().finish();
     }
     static int64_t bytes(int64_t head_dim) {
         return kTileKeys * (2 * padded(head_dim) * (int64_t)sizeof(Out) + 3 * (int64_t)sizeof(float));
@@ -87,11 +88,11 @@ public:
             memset(keys_ + j * stride_, 0, stride_ * sizeof(Out));
             memset(values_ + j * stride_, 0, stride_ * sizeof(Out));
         }
-        next_ = Entries<uint8_t>(a_, t_, s_, then_head, then_begin);
+        next_.find(a_, t_, s_, then_head, then_begin);
         return entries_;
     }
 
-    void prefetch_next(int turn) const { prefetch(next_, turn, row_bytes(*s_.keys), row_bytes(*s_.values)); }
+    Lookahead lookahead() const { return Lookahead(next_, row_bytes(*s_.keys), row_bytes(*s_.values)); }
     const float* key_scales() const { return scaled_apart(*s_.keys) ? key_scales_ : nullptr; }
     const float* value_scales() const { return scaled_apart(*s_.values) ? value_scales_ : nullptr; }
 
