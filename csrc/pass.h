@@ -263,15 +263,14 @@ private:
                           .pool = pool}};
     }
 
+    // tasks(begin, end), which take as long as they are many.
     template <typename Tasks>
     void share_ranges(int64_t num_tasks, Tasks tasks) {
-        member_.share(num_tasks, tasks, [&] { ahead_.some(); });
+        member_.share(num_tasks, true, tasks, [&] { ahead_.some(); });
     }
     template <typename Task>
     void share(int64_t num_tasks, Task task) {
-        share_ranges(num_tasks, [&](int64_t i, int64_t end) {
-            for (; i < end; i++) task(i);
-        });
+        member_.share(num_tasks, false, [&](int64_t i, int64_t) { task(i); }, [&] { ahead_.some(); });
     }
 
     int64_t qkv_stride() const { return int64_t{s_.num_heads + 2 * s_.num_kv_heads} * s_.head_dim; }

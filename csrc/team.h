@@ -39,18 +39,18 @@ public:
         // The first of `num_tasks` tasks that are member `index`'s own.
         int64_t first_task(int64_t num_tasks, int64_t index) const { return num_tasks * index / size_; }
 
-        // Calls tasks(begin, end) for parts of [0, num_tasks) that are together all of it. Every member calls this with the same
-        // numbers in the same order. No task may throw. `meanwhile()` is called again and again by who waits, and should take less
-        // than a microsecond.
+        // Calls tasks(begin, end) for parts of [0, num_tasks) that are together all of it; for one at a time, unless they take alike long.
+        // Every member calls this with the same numbers in the same order. No task may throw. `meanwhile()` is called again and again
+        // by who waits, and should take less than a microsecond.
         template <typename Tasks, typename Meanwhile>
-        void share(int64_t num_tasks, Tasks tasks, Meanwhile meanwhile) {
+        void share(int64_t num_tasks, bool alike, Tasks tasks, Meanwhile meanwhile) {
             Count* const begun = phase_;
             std::atomic<int64_t>& done = phase_[size_].value;
             phase_ += size_ + 1;
             auto is_over = [&] { return done.load(std::memory_order_acquire) >= num_tasks; };
             auto do_tasks_of = [&](int64_t owner) {
                 const int64_t first = first_task(num_tasks, owner), end = first_task(num_tasks, owner + 1);
-                for (Range r; !(r = take(begun[owner].value, end - first, owner == index_)).is_empty();) {
+                for (Range r; !(r = take(begun[owner].value, end - first, owner == index_, alike)).is_empty();) {
                     tasks(first + r.begin, first + r.end);
                     done.fetch_add(r.end - r.begin, std::memory_order_acq_rel);
                 }
@@ -80,13 +80,14 @@ public:
             bool is_empty() const { return begin >= end; }
         };
 
-        // Some of what is left of `count` tasks: a third from the front for their owner, so that the parts become small, or the last one.
-        static Range take(std::atomic<int64_t>& begun, int64_t count, bool owns) {
+        // Some of what is left of `count` tasks: from the front for their owner, who takes a third of them if they are alike, so that
+        // the parts become small; for others the last one.
+        static Range take(std::atomic<int64_t>& begun, int64_t count, bool owns, bool alike) {
             constexpr int64_t kFront = int64_t{1} << 32;  // tasks begun from the front, and below from the back
             for (int64_t seen = begun.load(std::memory_order_relaxed);;) {
                 const int64_t front = seen / kFront, back = seen % kFront, left = count - front - back;
                 if (left <= 0) return {0, 0};
-                const int64_t some = owns ? (left + 2) / 3 : 1;
+                const int64_t some = owns && alike ? (left + 2) / 3 : 1;
                 if (!begun.compare_exchange_weak(seen, seen + (owns ? some * kFront : some), std::memory_order_relaxed)) continue;
                 return owns ? Range{front, front + some} : Range{count - back - 1, count - back};
             }
