@@ -23,6 +23,13 @@ from tests.waiting import PATIENCE_S, until
 
 NUM_TOKENS, NUM_LEASED = 60, 56
 SCOPE = Scope("a")
+COMPUTED = TierUse(max_restored_tokens=0)  # no tier that hangs is waited for before
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier's answer is waited for however busy the machine is."""
+    monkeypatch.setattr("pagoda.kv.tier_leases._DECIDE_S", PATIENCE_S)
 
 
 def prompt(seed: int) -> list[int]:
@@ -163,14 +170,17 @@ def test_a_tenants_budget_counts_what_tiers_hold() -> None:
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "hung"])
-def test_a_tier_that_does_not_answer_refuses_within_a_moment_and_holds_nobody_else_up(fault: str) -> None:
+def test_a_tier_that_does_not_answer_refuses_within_a_moment_and_holds_nobody_else_up(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.kv.tier_leases._DECIDE_S", 0.3)
     faults = Faults()
     core = make(FaultyTier(tier_for(4), faults))
     faults.unavailable = fault == "unavailable"
     if fault == "hung":
         faults.hang()
-    start(core, 0)
-    start(core, 1, "other", ttl_s=0.0)
+    start(core, 0, tier_use=COMPUTED)
+    start(core, 1, "other", ttl_s=0.0, tier_use=COMPUTED)
     outputs = finish(core)
     faults.running.set()
     if fault == "hung":  # a tier that is known to be out is not asked, so that nobody need wait
@@ -184,7 +194,7 @@ def test_an_aborted_request_leaves_no_lease() -> None:
     tier = tier_for(4)
     core = make(FaultyTier(tier, faults))
     faults.hang()
-    start(core, 0)
+    start(core, 0, tier_use=COMPUTED)
     while not core._desk.is_waiting:
         core.step()
     core.abort("r")
@@ -219,12 +229,6 @@ def test_a_lease_of_the_pool_on_the_same_prefix_does_not_shorten_it() -> None:
     assert min(left) > 500
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier's answer is waited for however busy the machine is."""
-    monkeypatch.setattr("pagoda.kv.tier_leases._DECIDE_S", PATIENCE_S)
-
-
 def lease_left(tier: Tier) -> list[float]:
     """For how many seconds more the tier keeps each leased record, the shortest first."""
     return sorted(info.lease_until - time.time() for info in tier.scan() if info.lease_until)
@@ -237,7 +241,6 @@ def ask_for(core: EngineCore, num_tokens: int, ttl_s: float) -> LeaseOutcome:
     return finish(core)[0].leases[0]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_short_lease_on_more_does_not_shorten_a_long_one_on_less_granted_or_not() -> None:
     tier = tier_for(8)
     core = make(tier)
@@ -261,7 +264,6 @@ def test_a_short_lease_on_more_does_not_shorten_a_long_one_on_less_granted_or_no
     assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_lease_below_does_not_shorten_what_the_pool_leases() -> None:
     tier = tier_for(4)
     core = make(tier)
@@ -272,7 +274,6 @@ def test_a_lease_below_does_not_shorten_what_the_pool_leases() -> None:
     assert [left > 500 for left in lease_left(tier)] == [False] * 4 + [True] * 10
 
 
-@pytest.mark.usefixtures("patient")
 def test_requests_that_ask_for_the_same_at_once_share_a_lease() -> None:
     core = make(tier_for(8))
     for number in range(3):
@@ -285,7 +286,6 @@ def test_requests_that_ask_for_the_same_at_once_share_a_lease() -> None:
     assert sum(core.cache._below._taken.values()) == 14 * core.cache.layout.block_bytes
 
 
-@pytest.mark.usefixtures("patient")
 def test_what_a_budget_does_not_allow_is_not_allowed_because_it_was_asked_for_at_once() -> None:
     core = make(tier_for(8), tenants={"a": TenantSpec(lease_bytes=20 * make_core()[0].cache.layout.block_bytes)})
     core.cache.retention.limit_blocks = 0
@@ -296,7 +296,6 @@ def test_what_a_budget_does_not_allow_is_not_allowed_because_it_was_asked_for_at
     assert core.cache.retention.num_refused == 2
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_lease_below_promises_whole_blocks_only() -> None:
     core = make(tier_for(4))
     assert ask_for(core, 59, 60.0).num_tokens == 56
@@ -304,7 +303,6 @@ def test_a_lease_below_promises_whole_blocks_only() -> None:
     assert (lease.num_tokens, lease.num_below) == (56, 14)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_purge_of_more_leaves_a_lease_on_less_what_it_has() -> None:
     tier = tier_for(4)
     core = make(tier)
@@ -328,7 +326,7 @@ def test_another_model_waits_for_no_tiers_answer() -> None:
     faults = Faults()
     core = make(FaultyTier(tier_for(4), faults))
     faults.hang()
-    start(core, 0)
+    start(core, 0, tier_use=COMPUTED)
     while core.has_work and not core._desk.is_waiting:
         core.step()
     assert core._desk.is_waiting

@@ -198,7 +198,7 @@ def test_the_index_sees_a_reuse_coming() -> None:
 
 
 def one_block(monitor: ReuseMonitor, block: int, name: int, now: int) -> None:
-    monitor.insert(np.array([block], dtype=np.int32), 0, np.array([name, name]), 0, now)
+    monitor.insert(np.array([block], dtype=np.int32), 0, np.array([name, name]), 0, -1, now)
 
 
 def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures() -> None:
@@ -220,10 +220,21 @@ def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures()
         assert new[[at - 3, at + 3]] == pytest.approx(0, abs=0.03)
 
 
+def test_a_block_that_comes_back_is_known_by_all_before_it() -> None:
+    monitor = ReuseMonitor(block_size=2, num_blocks=8)
+    ids = np.arange(2, dtype=np.int32)
+    monitor.insert(ids, 0, np.array([1, 1, 5, 5]), 0, -1, 1)
+    monitor.evict(ids)
+    for first, num_uses in (2, 1), (1, 2):  # behind another block, and behind its own
+        monitor.insert(ids[:1], 0, np.array([first, first]), 0, -1, 2)
+        monitor.insert(ids, 1, np.array([5, 5]), 2, 0, 3)
+        assert monitor._uses[1] == num_uses
+
+
 def test_the_monitor_forgets_the_oldest_uses() -> None:
     monitor = ReuseMonitor(block_size=2, num_blocks=64)
     ids = np.arange(64, dtype=np.int32)
-    monitor.insert(ids, 0, np.arange(128), 0, 1)
+    monitor.insert(ids, 0, np.arange(128), 0, -1, 1)
     for now in range(2, 2 + RING_SIZE // 64 + 10):
         monitor.hit(ids, now)
     often = kind_of_reused(1000)
@@ -278,7 +289,7 @@ def test_the_monitor_remembers_uses_after_eviction() -> None:
 
 def test_absent_blocks_are_not_counted() -> None:
     monitor = ReuseMonitor(block_size=2, num_blocks=8)
-    monitor.insert(np.array([-1, -1, 3, 4], dtype=np.int32), 0, np.arange(8), 0, 1)
+    monitor.insert(np.array([-1, -1, 3, 4], dtype=np.int32), 0, np.arange(8), 0, -1, 1)
     for now in range(2, 50):
         monitor.hit(np.array([-1, -1, 3, 4], dtype=np.int32), now)
     assert monitor.chances(50)[kind_of_reused(5), 0] > 0.9

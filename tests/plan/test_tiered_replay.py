@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagoda.cluster.routing import make_routing
@@ -47,8 +47,9 @@ def random_trace(seed: int, count: int = 200, width: int = 4) -> list[TraceReque
 # -- against the real cache --------------------------------------------------------------------------------------------
 
 
-# The same examples each time: under `reuse` the two part in a rare order of prompts that free search came upon once.
-@settings(max_examples=25, deadline=None, derandomize=True)
+# Equal blocks at the same place behind different ones: when `reuse` took one for the other, the two parted.
+@example([[0]] * 6 + [[1, 0, 0], [2, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0], [1]], 13, "reuse")
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=40),
     st.integers(8, 24),

@@ -2,7 +2,8 @@
 
     insert, hit ──> per block   how often it was used, its kind, the number of its latest use
                └──> ring        the last 2^16 uses: kind, tick, tick of the same block's next use if it came
-    evict ────────> ghosts      by a hash of its tokens: the same of a block that left, so that coming back counts
+    evict ────────> ghosts      by a hash of its tokens and all before them: the same of a block that left, so that
+                                coming back counts
 
 A use without a next one counts as "not yet" at its present age, so young uses do not look like failures (the
 product-limit estimate of Kaplan and Meier, 1958). A block's kind says what could be known when it was last used:
@@ -79,7 +80,9 @@ class ReuseMonitor:
         self._ghosts = np.zeros((NUM_GHOSTS, 3), dtype=np.int64)  # as above, each where its name says
         self._weights = _mix(np.arange(1, block_size + 1, dtype=np.uint64)) | np.uint64(1)
 
-    def insert(self, ids: BlockIds, start: int, tokens: npt.NDArray[np.integer], depth: int, now: int) -> None:
+    def insert(
+        self, ids: BlockIds, start: int, tokens: npt.NDArray[np.integer], depth: int, above: int, now: int
+    ) -> None:
         """Count a first use, or one after eviction, of the last blocks of a node.
 
         Args:
@@ -87,10 +90,11 @@ class ReuseMonitor:
             start: the first of them that is new to the cache.
             tokens: of the blocks from there on.
             depth: tokens before those.
+            above: the block before those, -1 if there is none.
             now: the tick.
         """
         entered = ids[start:]
-        names = self._hash(tokens, depth)
+        names = self._hash(tokens, depth, above)
         ghosts = self._ghosts[names & _GHOST]
         known = (ghosts[:, 0] == names).nonzero()[0]
         self._names[entered] = names
@@ -161,15 +165,21 @@ class ReuseMonitor:
     def _end(self, numbers: npt.NDArray[np.int64], now: int) -> None:
         self._reused[numbers[numbers >= self._num_uses - RING_SIZE] & _RING] = now
 
-    def _hash(self, tokens: npt.NDArray[np.integer], depth: int) -> npt.NDArray[np.int64]:
-        """64 bits for each block, from its tokens and its place: enough to tell statistics apart, not for identity."""
+    def _hash(self, tokens: npt.NDArray[np.integer], depth: int, above: int) -> npt.NDArray[np.int64]:
+        """64 bits for each block, from its tokens and their places, summed up with those of the blocks before it.
+
+        Enough to tell statistics apart, not for identity.
+        """
         size = self._weights.size
         num_blocks = -(-tokens.size // size)
         padded = tokens.astype(np.uint64)
         if tokens.size < num_blocks * size:
             padded = np.concatenate([padded, np.zeros(num_blocks * size - tokens.size, dtype=np.uint64)])
         places = np.arange(depth // size, depth // size + num_blocks, dtype=np.uint64)
-        return _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER).view(np.int64)
+        own = _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER)
+        if above >= 0:
+            own[:1] += self._names[above : above + 1].view(np.uint64)
+        return own.cumsum(dtype=np.uint64).view(np.int64)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

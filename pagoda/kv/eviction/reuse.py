@@ -138,7 +138,9 @@ class ReuseRate(Policy):
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """Count a first use, or one after eviction."""
         ids, first = node.blocks[0], start // self.block_size
-        self._monitor.insert(ids, first, node.tokens[start:], node.depth + start, now)
+        before = ids[:first] if first or node.parent is None else node.parent.blocks[0]
+        above = int(before[-1]) if before.size else -1
+        self._monitor.insert(ids, first, node.tokens[start:], node.depth + start, above, now)
         self._advance(now)
 
     def on_hit(self, node: Evictable, now: int) -> None:
