@@ -2,13 +2,42 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+FOLDER = Path(__file__).parent
+
 # Before anything loads torch, and OpenMP with it. Other tests and other programs want the cores too, and a thread that
 # spins keeps them from the very one it waits for: the kernels' tests took four times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# Workers take file after file. These take longest: begun first, they keep none at work when the others are done.
+LONGEST = (
+    "soak/test_soak.py",
+    "engine/test_hedging.py",
+    "kernels/test_quantized_native.py",
+    "kernels/test_attention.py",
+    "kernels/test_fused.py",
+    "kv/test_cache_stateful.py",
+    "model/test_smollm2.py",
+    "engine/test_formats.py",
+    "server/test_restart.py",
+    "benchmarks/test_blend.py",
+    "server/test_dashboard_browser.py",
+    "server/test_kv_admin.py",
+    "server/test_caches.py",
+    "sparse/test_recall_in_engine.py",
+    "sparse/test_policies.py",
+    "sparse/test_in_engine.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {FOLDER / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
 
 # What is imported stays: the collector need not look at it, neither while it grows nor between tests.
 gc.disable()
