@@ -47,8 +47,9 @@ def random_trace(seed: int, count: int = 200, width: int = 4) -> list[TraceReque
 # -- against the real cache --------------------------------------------------------------------------------------------
 
 
-# Equal blocks at the same place behind different ones: when `reuse` took one for the other, the two parted.
+# Equal blocks at the same place behind different ones: when policies took one for the other, the two parted.
 @example([[0]] * 6 + [[1, 0, 0], [2, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0], [1]], 13, "reuse")
+@example([[0], [1, 0], [1, 0, 0], [0, 0], [0, 0, 0, 0], [0], [0], [0, 0, 0, 0]], 8, "s3fifo")
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=40),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+
 from pagoda.kv.eviction.base import Evictable, Policy
 from pagoda.kv.eviction.keys import LRU
 
@@ -101,4 +103,9 @@ class S3FIFO(Policy):
                 self._ghosts.popitem(last=False)
 
     def _name(self, node: Evictable) -> int:
-        return hash((node.depth, node.tokens[: self.block_size].tobytes()))
+        """By its first block and all before it."""
+        parts, above = [node.tokens[: self.block_size]], node.parent
+        while above is not None:
+            parts.append(above.tokens)
+            above = above.parent
+        return hash(b"".join(part.astype(np.int64).tobytes() for part in reversed(parts)))
