@@ -76,8 +76,9 @@ async def test_each_knows_who_it_is_and_a_dead_one_comes_back_to_its_place() -> 
     assert not any(_is_alive(pid) for pid in pids)
 
 
-async def test_a_dead_ones_address_refuses_connections() -> None:
+async def test_a_dead_ones_address_refuses_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else requests would wait in a queue that nobody reads."""
+    monkeypatch.setattr("pagoda.cluster.local._FIRST_PAUSE_S", PATIENCE_S)  # it does not come back meanwhile
     async with running(1) as replicas:
         pid = int((await ask(replicas.urls[0]))[2])
         os.kill(pid, signal.SIGKILL)
@@ -85,7 +86,7 @@ async def test_a_dead_ones_address_refuses_connections() -> None:
             await asyncio.sleep(0.01)
         async with httpx.AsyncClient(trust_env=False) as client:
             with pytest.raises(httpx.ConnectError):
-                await client.get(replicas.urls[0], timeout=0.3)
+                await client.get(replicas.urls[0], timeout=PATIENCE_S)
 
 
 async def test_settings_that_are_refused_are_not_tried_for_ever() -> None:

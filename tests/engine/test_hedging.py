@@ -132,7 +132,7 @@ def test_a_hole_is_computed_and_what_follows_it_used(faults: Faults) -> None:
 
 def test_what_comes_too_late_is_dropped_and_counted(faults: Faults) -> None:
     core, runner, _ = warm_core(faults)
-    faults.delay_s = 0.3
+    faults.delay_s = 5.0
     _, report = ask(core, 0)
     assert report is not None
     assert report.num_restored_blocks == 0

@@ -329,6 +329,7 @@ def test_hung_fetches_use_a_bounded_number_of_threads_and_others_get_their_turn(
     )  # the first time out, the others find the tier taken out
     faults.running.set()
     until(lambda: tiers.lanes[0].is_available)
+    tiers.lanes[0].timeout_s = PATIENCE_S
     assert_came(tiers.fetcher.fetch(block_ids(5), FOREVER, FOREVER), 5, of=5)
 
 

@@ -222,6 +222,8 @@ def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures()
 
 def test_a_block_that_comes_back_is_known_by_all_before_it() -> None:
     monitor = ReuseMonitor(block_size=2, num_blocks=8)
+    monitor.insert(np.array([7], dtype=np.int32), 0, np.array([0, 0]), 0, -1, 1)
+    assert monitor._uses[7] == 1
     ids = np.arange(2, dtype=np.int32)
     monitor.insert(ids, 0, np.array([1, 1, 5, 5]), 0, -1, 1)
     monitor.evict(ids)

@@ -251,6 +251,7 @@ def test_a_hung_call_takes_the_lane_out_until_it_ends(faults: Faults) -> None:
         lane.lookup(ids(1), NEVER)
     faults.running.set()
     until(lambda: lane.is_available)
+    lane.timeout_s = PATIENCE_S
     assert lane.lookup(ids(1), NEVER) == [Missing()]
 
 

@@ -47,8 +47,9 @@ def random_trace(seed: int, count: int = 200, width: int = 4) -> list[TraceReque
 # -- against the real cache --------------------------------------------------------------------------------------------
 
 
-# Equal blocks at the same place behind different ones: when policies took one for the other, the two parted.
+# Policies took equal blocks at the same place behind different ones for the same, and a first token of 0 for known.
 @example([[0]] * 6 + [[1, 0, 0], [2, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0], [1]], 13, "reuse")
+@example([[1], [1], [1], [0], [0], [1, 0, 0, 0], [0], [2], [0, 0, 0], [0], [1]], 8, "reuse")
 @example([[0], [1, 0], [1, 0, 0], [0, 0], [0, 0, 0, 0], [0], [0], [0, 0, 0, 0]], 8, "s3fifo")
 @settings(max_examples=25, deadline=None)
 @given(

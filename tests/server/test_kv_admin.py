@@ -208,22 +208,19 @@ async def test_what_was_purged_is_not_told_of_those_that_went_on_differently(fol
         assert evicted or (await told(2))["text_cached"] == kept
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"tenant": "a", "request_id": "b"},
-        {"tenant": "a", "prompt": "x", "system": "y"},
-        {"prompt": "x"},
-        {"tenant": "acme", "cache_salt": "s"},
-        {"tenant": "acme", "prompt": ""},
-        {"request_id": "b", "prompt": "x"},
-    ],
-)
-async def test_bad_purges(folder: Path, body: dict[str, Any]) -> None:
+async def test_bad_purges(folder: Path) -> None:
     async with serve(folder, admin_key="root") as live:
-        assert (await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)).status_code == 400
-        assert (await live.http.post("/v1/kv/purge", json=body, headers=A)).status_code == 403
+        for body in (
+            {},
+            {"tenant": "a", "request_id": "b"},
+            {"tenant": "a", "prompt": "x", "system": "y"},
+            {"prompt": "x"},
+            {"tenant": "acme", "cache_salt": "s"},
+            {"tenant": "acme", "prompt": ""},
+            {"request_id": "b", "prompt": "x"},
+        ):
+            assert (await live.http.post("/v1/kv/purge", json=body, headers=ADMIN)).status_code == 400, body
+            assert (await live.http.post("/v1/kv/purge", json=body, headers=A)).status_code == 403, body
 
 
 async def test_the_command_line(

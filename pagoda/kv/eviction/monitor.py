@@ -175,7 +175,7 @@ class ReuseMonitor:
         padded = tokens.astype(np.uint64)
         if tokens.size < num_blocks * size:
             padded = np.concatenate([padded, np.zeros(num_blocks * size - tokens.size, dtype=np.uint64)])
-        places = np.arange(depth // size, depth // size + num_blocks, dtype=np.uint64)
+        places = np.arange(1, num_blocks + 1, dtype=np.uint64) + np.uint64(depth // size)  # an empty ghost is called 0
         own = _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER)
         if above >= 0:
             own[:1] += self._names[above : above + 1].view(np.uint64)
