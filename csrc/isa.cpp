@@ -1,4 +1,5 @@
 // Compiled once per instruction set, with PAGODA_ISA naming it and the compiler flags that allow it.
+#include "argmax.h"
 #include "attention_tile.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -36,6 +37,7 @@ const IsaTable table = {
     .attention_mass = {attention_mass<float>, attention_mass<bf16>, attention_mass<f16>},
     .sketch_margins = {sketch_margins<float>, sketch_margins<bf16>, sketch_margins<f16>},
     .kth_largest = kth_largest,
+    .argmax = argmax,
     .linear_scratch_bytes = linear_scratch_bytes,
     .linear_pack = linear_pack,
     .linear = linear,

@@ -232,6 +232,12 @@ NB_MODULE(_native, m) {
         release);
 
     m.def(
+        "argmax",
+        [](uintptr_t values, int64_t rows, int64_t width, uintptr_t indices, int threads) {
+            argmax(at<const float>(values), rows, width, at<int64_t>(indices), threads);
+        },
+        release);
+    m.def(
         "linear",
         [](Rows x, MatrixAt weight, int64_t weight_row_stride, uintptr_t bias, uintptr_t out, int64_t rows, int64_t num_in,
            int64_t num_out, int threads) {

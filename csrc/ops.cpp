@@ -101,4 +101,10 @@ void linear(const LinearArgs& args, int threads) {
     });
 }
 
+void argmax(const float* values, int64_t rows, int64_t width, int64_t* indices, int threads) {
+    parallel_ranges(rows, grain(width), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) indices[row] = isa().argmax(values + row * width, width);
+    });
+}
+
 }  // namespace pagoda

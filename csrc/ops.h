@@ -16,6 +16,8 @@ void write_kv(DType dtype, const WriteArgs& args, int64_t rows, int threads);
 void rope_write_kv(DType dtype, const RopeArgs& args, int64_t rows, int threads);
 void turn_kv(DType dtype, const TurnArgs& args, int64_t rows, int threads);
 void linear(const LinearArgs& args, int threads);
+// The index of the largest value of each row of contiguous `values` [rows, width]; -1 for a row with a NaN, or whose largest is infinite.
+void argmax(const float* values, int64_t rows, int64_t width, int64_t* indices, int threads);
 
 // Adjacent requests whose block tables start with the same blocks, all of whose rows come after those.
 struct SharedPrefix {

@@ -296,6 +296,7 @@ struct IsaTable {
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
     void (*sketch_margins[kNumDTypes])(const SketchArgs&, int64_t head, const float* queries, float* scores, float* margins);
     float (*kth_largest)(const float* values, int64_t n, int64_t k);
+    int64_t (*argmax)(const float* values, int64_t n);
     // Outputs [out_begin, out_end) of all rows; x and out are BF16. `packed_x` is what linear_pack wrote for each block of 16 rows.
     int64_t (*linear_scratch_bytes)(const LinearArgs&);
     void (*linear_pack)(const LinearArgs&, void* packed_x, int64_t block);

@@ -22,6 +22,7 @@ the C++ in csrc/. Nothing here keeps a reference to a tensor after it returns.
 from pagoda.kernels.cascade import find_shared_prefixes
 from pagoda.kernels.dispatch import (
     add_rms_norm,
+    argmax,
     backend_name,
     gelu_mul,
     has_matrix_tiles,
@@ -54,6 +55,7 @@ __all__ = [
     "Staging",
     "Steering",
     "add_rms_norm",
+    "argmax",
     "backend_name",
     "can_fuse",
     "has_matrix_tiles",

@@ -37,6 +37,12 @@ def check_gate_up(gate_up: torch.Tensor) -> None:
     _check_rows("gate_up", gate_up)
 
 
+def check_values(values: torch.Tensor) -> None:
+    """float32 `[rows, width]`, contiguous, with a column."""
+    if values.dim() != 2 or values.shape[1] == 0 or values.dtype != torch.float32 or not values.is_contiguous():
+        raise KernelError(f"argmax needs contiguous float32 [rows, width], width > 0; got {_show(values)}")
+
+
 def check_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> None:
     """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype but for codes."""
     if isinstance(weight, Int8Matrix):

@@ -157,6 +157,23 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
     return result
 
 
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """The index of each row's largest value, the first one if several are.
+
+    Args:
+        values: float32 `[rows, width]`, at least one column.
+
+    Returns:
+        A new int64 `[rows]`; -1 for a row that has a NaN, or whose largest value is infinite.
+
+    Raises:
+        KernelError: another shape or dtype, or gaps between rows.
+    """
+    checks.check_values(values)
+    result: torch.Tensor = _backend_for(values).argmax(values)
+    return result
+
+
 def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Copy each row's keys and values into its slot, quantized as the view is. Mutates the pool, only those slots.
 

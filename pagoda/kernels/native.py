@@ -33,6 +33,14 @@ if "PAGODA_ISA" in os.environ:
         raise ConfigError(f"PAGODA_ISA: {error}") from error
 
 
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.argmax`."""
+    rows, width = values.shape
+    indices = torch.empty(rows, dtype=torch.int64)
+    _native.argmax(values.data_ptr(), rows, width, indices.data_ptr(), torch.get_num_threads())
+    return indices
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `dispatch.rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype)

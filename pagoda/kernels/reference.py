@@ -19,6 +19,12 @@ from pagoda.kernels.recall import recall_entries as recall_entries
 from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
 
 
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.argmax`."""
+    largest, indices = values.amax(dim=-1), values.argmax(dim=-1)
+    return torch.where(largest.isfinite(), indices, -1)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `dispatch.rms_norm`."""
     wide = x.float()
