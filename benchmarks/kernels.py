@@ -25,6 +25,7 @@ from pagoda.kv.pool import BlockPool
 
 CACHE_BYTES = 600 << 20  # more than a last-level cache
 BLOCK_SIZE = 16
+PAIRS_A_ROUND = 10  # of formats: a call is short
 
 
 def medians(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -37,6 +38,18 @@ def medians(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[st
             if step:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def in_pairs(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each call, the two side by side in time; every other round begins with the second."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for step in range(-1, rounds):
+        for of in (0, 1) if step % 2 else (1, 0):
+            start = time.perf_counter()
+            (first, second)[of]()
+            if step >= 0:
+                times[of].append(time.perf_counter() - start)
+    return times
 
 
 def cycle(count: int) -> Iterator[int]:
@@ -125,7 +138,8 @@ def bench_formats(
 ) -> dict[str, float]:
     """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
 
-    A call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step.
+    The median of the ratios of neighbouring calls, printed with their quartiles: minutes change times, not ratios. A
+    call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step.
     """
     q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
     table = torch.randperm(context // block_size).to(torch.int32)[None]
@@ -138,13 +152,13 @@ def bench_formats(
     plain = attend(filled_views("bf16", num_kv_heads, head_dim, context, block_size))
     speeds = {}
     for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4/int8", "int4"):
-        result = medians(
-            {"bf16": plain, name: attend(filled_views(name, num_kv_heads, head_dim, context, block_size))}, rounds
-        )
-        speeds[name] = result["bf16"] / result[name]
+        coded = attend(filled_views(name, num_kv_heads, head_dim, context, block_size))
+        before, after = in_pairs(plain, coded, rounds * PAIRS_A_ROUND)
+        low, speeds[name], high = statistics.quantiles((x / y for x, y in zip(before, after, strict=True)), n=4)
         print(
             f"formats      {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
-            f"bf16 {result['bf16'] * 1e6:6.0f} us    {name} {result[name] * 1e6:6.0f} us    {speeds[name]:5.2f}x"
+            f"bf16 {statistics.median(before) * 1e6:6.0f} us    {name} {statistics.median(after) * 1e6:6.0f} us    "
+            f"{speeds[name]:5.2f}x ({low:.2f} to {high:.2f})"
         )
     return speeds
 

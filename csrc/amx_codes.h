@@ -1,4 +1,4 @@
-// Keys and values in codes as AMX multiplies them: bytes.
+// Where a step's entries in codes are, and asking for the next ones in time.
 #pragma once
 
 #include "amx.h"
@@ -7,92 +7,85 @@
 namespace pagoda::PAGODA_ISA {
 namespace {
 
+constexpr int kFew = 4;         // rows that are computed together: of one KV head, or of several that have fewer
+constexpr int kStepKeys = 128;  // entries scored before one softmax update
+constexpr int kCodeKeys = 64;   // entries that one product of probabilities and values takes
+
 inline bool in_codes(const PoolPart& part) { return part.format == kInt8 || part.format == kNibbles; }
 
-// A head's entries as codes of a byte each, INT8 or of four bits, next to each other: [kTileKeys, head_dim], and what they mean.
-class CodeRows {
+// Entries [first, first + n) of a step, which are one after the other in a block.
+struct Run {
+    int64_t block, slot;
+    int first, n;
+};
+
+// Up to kStepKeys entries of a stretch: maybe none.
+class Step {
 public:
-    CodeRows(const AttentionArgs& a, const Tile& t, const Stretch& s, void* memory)
-        : keys((int8_t*)memory), values(keys + kTileKeys * a.pool.head_dim), key_scales((float*)(values + kTileKeys * a.pool.head_dim)),
-          value_scales(key_scales + kTileKeys), value_zeros(value_scales + kTileKeys), a_(a), t_(t), s_(s), next_(a, t, s, t.kv_head, s.begin) {}
-    static int64_t bytes(int64_t head_dim) { return kTileKeys * (2 * head_dim + 3 * (int64_t)sizeof(float)); }
-
-    // The entries from `begin` on; the next call must be for what `then` says. Returns their number.
-    int fetch(int head, int64_t begin, int then_head, int64_t then_begin) {
-        const Entries<uint8_t> now = next_;
-        next_ = Entries<uint8_t>(a_, t_, s_, then_head, then_begin);
-        for_each_run(a_, t_, s_, then_begin, next_.count, [&](int64_t block, int64_t slot, int, int n) {
-            prefetch_beside(*s_.keys, then_head, block, slot, n);
-            prefetch_beside(*s_.values, then_head, block, slot, n);
-        });
-        copy(*s_.keys, now.keys, now.count, keys);
-        copy(*s_.values, now.values, now.count, values);
-        next_keys_ = 0;
-        if (s_.keys->format == kInt8) gather<bf16>(a_, t_, s_, s_.keys->scales, head, begin, now.count, key_scales);
-        memset(value_scales, 0, 2 * kTileKeys * sizeof(float));
-        if (s_.values->format == kInt8) {
-            gather<bf16>(a_, t_, s_, s_.values->scales, head, begin, now.count, value_scales);
-        } else {
-            gather<ScaleCode>(a_, t_, s_, s_.values->scales, head, begin, now.count, value_scales);
-            gather<bf16>(a_, t_, s_, s_.values->zeros, head, begin, now.count, value_zeros);
-        }
-        return now.count;
+    void start(const AttentionArgs& a, const Tile& t, const Stretch& s, int64_t at) {
+        count = (int)larger<int64_t>(0, smaller<int64_t>(kStepKeys, s.end - at));
+        num_runs_ = 0;
+        for_each_run(a, t, s, at, count, [&](int64_t block, int64_t slot, int first, int n) { runs_[num_runs_++] = {block, slot, first, n}; });
     }
+    const Run* begin() const { return runs_; }
+    const Run* end() const { return runs_ + num_runs_; }
 
-    // Asks for the next entries' keys, a quarter of them in each of four calls; and for their values, in each of 16 turns. Between
-    // them is arithmetic, so that neither waits for the other.
-    void prefetch_keys() {
-        for (const int end = next_keys_ + kTileKeys / 16; next_keys_ < end; next_keys_++) prefetch(next_, next_keys_, row_bytes(*s_.keys), 0);
-    }
-    void prefetch_values(int turn) const { prefetch(next_, turn, 0, row_bytes(*s_.values)); }
-
-    int8_t *const keys, *const values;
-    float *const key_scales, *const value_scales, *const value_zeros;
+    int count = 0;
 
 private:
-    int64_t row_bytes(const PoolPart& part) const { return part.format == kNibbles ? a_.pool.head_dim / 2 : a_.pool.head_dim; }
-
-    void prefetch_beside(const PoolPart& part, int head, int64_t block, int64_t slot, int n) const {
-        if (part.format == kInt8) {
-            prefetch_row(number_at<bf16>(part.scales, head, block, slot), 2 * n);
-        } else if (&part == s_.keys) {
-            prefetch_row(number_at<ScaleCode>(part.scales, head, block, 0), a_.pool.head_dim);
-            prefetch_row(number_at<bf16>(part.zeros, head, block, 0), 2 * a_.pool.head_dim);
-        } else {
-            prefetch_row(number_at<ScaleCode>(part.scales, head, block, slot), n);
-            prefetch_row(number_at<bf16>(part.zeros, head, block, slot), 2 * n);
-        }
-    }
-
-    // In the order of prefetching, so that the hardware sees the same pages again.
-    void copy(const PoolPart& part, const uint8_t* const* rows, int count, int8_t* to) const {
-        const int64_t head_dim = a_.pool.head_dim;
-        for (int turn = 0; turn < turns(count); turn++) {
-            for (int j = turn; j < count; j += turns(count)) {
-                int8_t* row = to + j * head_dim;
-                if (part.format == kNibbles) {
-                    spread(rows[j], head_dim / 2, (uint8_t*)row);
-                } else {
-                    for (int64_t i = 0; i < head_dim; i += 64) _mm512_storeu_si512(row + i, _mm512_loadu_si512(rows[j] + i));
-                }
-            }
-        }
-    }
-    static void spread(const uint8_t* from, int64_t half, uint8_t* to) {
-        const __m256i low = _mm256_set1_epi8(15);
-        for (int64_t i = 0; i < half; i += 32) {
-            const __m256i both = _mm256_loadu_si256((const __m256i*)(from + i));
-            _mm256_storeu_si256((__m256i*)(to + i), _mm256_and_si256(both, low));
-            _mm256_storeu_si256((__m256i*)(to + half + i), _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
-        }
-    }
-
-    const AttentionArgs& a_;
-    const Tile& t_;
-    const Stretch& s_;
-    Entries<uint8_t> next_;
-    int next_keys_ = 0;
+    int num_runs_ = 0;
+    Run runs_[kStepKeys];
 };
+
+inline const uint8_t* codes_at(const PoolPart& part, int head, const Run& run) {
+    return (const uint8_t*)part.data + run.block * part.block_stride + head * part.head_stride + run.slot * part.slot_stride;
+}
+
+// Asks for a step's keys, or values, with what they come with, while something else is computed: a little at a time, so that neither waits
+// for the other, and no sooner than needed, so that what was asked for is in the L1 cache still.
+class Ahead {
+public:
+    // Of the KV heads [head, head + heads).
+    Ahead(const PoolPart& part, int64_t by_channel, const Step& step, int head, int heads)
+        : part_(part), by_channel_(by_channel), run_(step.begin()), end_(step.end()), head_(head), heads_(heads) {}
+
+    // Those of entries before `entry` that were not asked for yet.
+    void until(int entry) {
+        while (run_ < end_ && run_->first + done_ < entry) {
+            const int last = smaller(run_->n, entry - run_->first);
+            for (int h = head_; h < head_ + heads_; h++) {
+                if (done_ == 0) beside(h);
+                prefetch_row(codes_at(part_, h, *run_) + done_ * part_.slot_stride, (last - done_) * part_.slot_stride);
+            }
+            done_ = last;
+            if (last < run_->n) return;
+            run_++;
+            done_ = 0;
+        }
+    }
+
+private:
+    void beside(int head) const {
+        const int64_t slot = by_channel_ ? 0 : run_->slot, n = by_channel_ ? by_channel_ : run_->n;
+        if (part_.format == kInt8) {
+            prefetch_row(number_at<bf16>(part_.scales, head, run_->block, slot), 2 * n);
+        } else {
+            prefetch_row(number_at<ScaleCode>(part_.scales, head, run_->block, slot), n);
+            prefetch_row(number_at<bf16>(part_.zeros, head, run_->block, slot), 2 * n);
+        }
+    }
+
+    const PoolPart& part_;
+    const int64_t by_channel_;  // how many channels have a scale and a zero in each block; 0: entries have
+    const Run *run_, *const end_;
+    int done_ = 0;  // entries of that run
+    const int head_, heads_;
+};
+
+inline Ahead keys_ahead(const AttentionArgs& a, const Stretch& s, const Step& step, int head, int heads) {
+    return Ahead(*s.keys, s.keys->format == kNibbles ? a.pool.head_dim : 0, step, head, heads);
+}
+inline Ahead values_ahead(const Stretch& s, const Step& step, int head, int heads) { return Ahead(*s.values, 0, step, head, heads); }
 
 }  // namespace
 }  // namespace pagoda::PAGODA_ISA

@@ -42,8 +42,8 @@ bool runs_avx512() {
 bool runs_amx() {
     constexpr unsigned kAmxBF16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kNeeded = kAmxBF16 | kAmxTile | kAmxInt8;
     unsigned a, b, c, d;
-    if (!runs_avx512() || !__builtin_cpu_supports("avx512bf16") || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    if ((d & kNeeded) != kNeeded) return false;
+    if (!runs_avx512() || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

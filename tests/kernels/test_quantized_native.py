@@ -131,6 +131,45 @@ def test_blocks_windows_and_caps(
 
 
 @each_format
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "tokens", "head_dim", "block_size"),
+    [
+        (5, 1, 1, 64, 16),  # one row of each head: four heads are computed together, and one is left
+        (3, 2, 1, 128, 32),
+        (2, 3, 1, 192, 7),
+        (1, 2, 2, 64, 48),  # two tokens, which see different entries
+        (2, 4, 1, 256, 1),
+    ],
+)
+def test_few_rows_of_long_contexts(
+    isa: str, formats: tuple[str, str], num_kv_heads: int, group: int, tokens: int, head_dim: int, block_size: int
+) -> None:
+    length = 333
+    view = make_view(
+        *formats,
+        num_blocks=-(-length // block_size) + 1,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+    )
+    check_chunks(Written(view, length, group=group, dtype=torch.bfloat16), [0, length - tokens, length])
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_channels_of_every_size(isa: str, group: int) -> None:
+    """Scales of keys from the least code on, queries as different, and rows that differ by orders of magnitude."""
+    written, _ = pair(("int4", "int4"), 161, torch.bfloat16, group, num_blocks=12)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.logspace(-7, 3, 64)[torch.randperm(64, generator=generator)]
+    written.k = (torch.randn(written.k.shape, generator=generator) * sizes).bfloat16()
+    rows = torch.logspace(-4, 0, written.q.shape[1])[:, None]
+    written.q = (torch.randn(written.q.shape, generator=generator) / sizes.clamp(min=1e-5) * rows).bfloat16()
+    written.q[:, 0] = 0
+    check_chunks(written, [0, 160, 161])
+
+
+@each_format
 def test_long_contexts_in_parts_and_shared_prefixes(isa: str, formats: tuple[str, str]) -> None:
     """Two requests that share the first 1,024 entries, and decode."""
     written, _ = pair(formats, 1201, torch.bfloat16, num_blocks=80)
