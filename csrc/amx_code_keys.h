@@ -64,9 +64,8 @@ public:
         for (int h = 0; h < t.num_kv_heads; h++) prepare(h, h % together * rows_, q + h * rows_ * head_dim_);
     }
 
-    // Scores [columns, kScoreRow] of the heads [head, head + heads) of the tile: those of a head's rows are next to each other. Asks for
-    // the step's values meanwhile.
-    void score(int head, int heads, const Step& step, Ahead& values, float* scores) const {
+    // Scores [columns, kScoreRow] of the heads [head, head + heads) of the tile: those of a head's rows are next to each other.
+    void score(int head, int heads, const Step& step, Ahead& ahead, float* scores) const {
         int in_zeros = 0;  // runs whose zeros are summed
         const Run* first = step.begin();
         for (const Run* run = step.begin(); run < step.end(); run++) {
@@ -81,7 +80,7 @@ public:
                 for (int64_t r = 0; r < rows_; r++) units[h * rows_ + r] = unit * q.units[r];
             }
             for (int j = 0; j < run->n; j += kTileSide) {
-                values.until(run->first + j + kTileSide);
+                ahead.during(kScoreWork * heads);
                 score_keys(head, heads, *run, j, units, by_channel_ ? zero_sums_[run - first] : nullptr, scores + run->first + j);
             }
         }
@@ -262,11 +261,16 @@ private:
     // Codes of four bits become bytes: the first half of the channels is in the low ones.
     void spread(const uint8_t* from, uint8_t* to) const {
         const int64_t half = head_dim_ / 2;
-        const __m256i low = _mm256_set1_epi8(15);
+        const __m512i low = _mm512_set1_epi8(15);
+        if (half == 32) {
+            const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)from)), by = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+            _mm512_storeu_si512(to, _mm512_and_si512(_mm512_srlv_epi64(both, by), low));
+            return;
+        }
         for (int64_t i = 0; i < half; i += 32) {
             const __m256i both = _mm256_loadu_si256((const __m256i*)(from + i));
-            _mm256_storeu_si256((__m256i*)(to + i), _mm256_and_si256(both, low));
-            _mm256_storeu_si256((__m256i*)(to + half + i), _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+            _mm256_storeu_si256((__m256i*)(to + i), _mm256_and_si256(both, _mm512_castsi512_si256(low)));
+            _mm256_storeu_si256((__m256i*)(to + half + i), _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm512_castsi512_si256(low)));
         }
     }
 

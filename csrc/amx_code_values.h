@@ -63,11 +63,12 @@ public:
 
     // Scores [count] of column `c`, in log2 relative to `top`, become weights. Adds exponentials to `sums`, and times zeros to `zero_sums`.
     // Returns the unit of what `accumulate` will sum.
-    float weigh(int c, int count, float top, const float* scores, Vec& sums, Vec& zero_sums) {
+    float weigh(int c, int count, float top, const float* scores, Ahead& ahead, Vec& sums, Vec& zero_sums) {
         const int h = c / (int)rows_;
         const float *scales = scales_ + h * kStepKeys, *zeros = zeros_ + h * kStepKeys;
         Vec total = {}, of_zeros = {};
         for (int j = 0; j < count; j += kCodeKeys) {
+            ahead.during(kWeighWork);
             __m512i x[4];
             for (int i = 0; i < 4; i++) {
                 const int at = j + i * kTileSide;
@@ -87,9 +88,8 @@ public:
         return units_[h];
     }
 
-    // Adds weights x values of head `h` of those that were started to its rows of `acc` [rows, head_dim]. Asks for the next keys
-    // meanwhile.
-    void accumulate(int head, int h, const Step& step, Ahead& next_keys, const FewTotals& totals, float* acc) {
+    // Adds weights x values of head `h` of those that were started to its rows of `acc` [rows, head_dim].
+    void accumulate(int head, int h, const Step& step, Ahead& ahead, const FewTotals& totals, float* acc) {
         list(t_.kv_head + head + h, step);
         const int64_t channels = nibbles_ ? kTileSide : 2 * kTileSide;  // bytes of 32 channels
         for (int64_t d = 0; d < head_dim_; d += 2 * kTileSide) {
@@ -99,9 +99,9 @@ public:
             const int64_t offset = d / (2 * kTileSide) * channels;
             for (int j = 0; j < step.count; j += kCodeKeys) {
                 if (nibbles_) {
-                    lay_nibbles(j, step.count, offset, next_keys);
+                    lay_nibbles(j, step.count, offset, ahead);
                 } else {
-                    lay_bytes(j, step.count, offset, next_keys);
+                    lay_bytes(j, step.count, offset, ahead);
                 }
                 memory_is_written();
                 _tile_loadd(4, weights_ + j / kCodeKeys * kFewWeights, kCodeKeys);
@@ -154,19 +154,19 @@ private:
 
     // Calls body(quad, entries) for the quads of the keys from `j` on.
     template <typename Body>
-    PAGODA_INLINE void each_quad(int j, int count, int64_t offset, Ahead& next_keys, Body body) const {
+    PAGODA_INLINE void each_quad(int j, int count, Ahead& ahead, Body body) const {
         for (int q = 0; q < kCodeKeys / 4 && j + 4 * q < count; q++) {
-            if (offset == 0) next_keys.until(j + 4 * q + 4);
+            if (q % 2 == 0) ahead.during(kLayWork);
             body(operands_ + row_of_quad(q) * kTileRowBytes, entries_ + j + 4 * q);
         }
     }
 
-    void lay_nibbles(int j, int count, int64_t offset, Ahead& next_keys) const {
+    void lay_nibbles(int j, int count, int64_t offset, Ahead& ahead) const {
         alignas(64) static const uint8_t kOrder[64] = {
             0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
             8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
         const __m512i order = _mm512_load_si512(kOrder), high = _mm512_set1_epi8((char)0xf0);
-        each_quad(j, count, offset, next_keys, [&](uint8_t* to, const uint8_t* const* entries) __attribute__((always_inline)) {
+        each_quad(j, count, ahead, [&](uint8_t* to, const uint8_t* const* entries) __attribute__((always_inline)) {
             auto part = [&](int i) { return _mm_loadu_si128((const __m128i*)(entries[i] + offset)); };
             __m512i x = _mm512_castsi128_si512(part(0));
             x = _mm512_inserti32x4(x, part(1), 1);
@@ -178,12 +178,12 @@ private:
         });
     }
 
-    void lay_bytes(int j, int count, int64_t offset, Ahead& next_keys) const {
+    void lay_bytes(int j, int count, int64_t offset, Ahead& ahead) const {
         alignas(64) static const uint8_t kOrder[64] = {
             0, 32, 1, 33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51, 4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,
             8, 40, 9, 41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59, 12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
         const __m512i order = _mm512_load_si512(kOrder);
-        each_quad(j, count, offset, next_keys, [&](uint8_t* to, const uint8_t* const* entries) __attribute__((always_inline)) {
+        each_quad(j, count, ahead, [&](uint8_t* to, const uint8_t* const* entries) __attribute__((always_inline)) {
             auto part = [&](int i) { return _mm256_loadu_si256((const __m256i*)(entries[i] + offset)); };
             const __m512i a = _mm512_permutexvar_epi8(order, _mm512_inserti64x4(_mm512_castsi256_si512(part(0)), part(1), 1));
             const __m512i b = _mm512_permutexvar_epi8(order, _mm512_inserti64x4(_mm512_castsi256_si512(part(2)), part(3), 1));

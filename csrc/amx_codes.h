@@ -41,51 +41,70 @@ inline const uint8_t* codes_at(const PoolPart& part, int head, const Run& run) {
     return (const uint8_t*)part.data + run.block * part.block_stride + head * part.head_stride + run.slot * part.slot_stride;
 }
 
-// Asks for a step's keys, or values, with what they come with, while something else is computed: a little at a time, so that neither waits
-// for the other, and no sooner than needed, so that what was asked for is in the L1 cache still.
+// Asks for a step's keys and values, with what they come with, while something else is computed: evenly, so that neither waits for the
+// other, and two lines of each of several blocks in turn, since the hardware reads ahead a little in each page it sees.
 class Ahead {
 public:
-    // Of the KV heads [head, head + heads).
-    Ahead(const PoolPart& part, int64_t by_channel, const Step& step, int head, int heads)
-        : part_(part), by_channel_(by_channel), run_(step.begin()), end_(step.end()), head_(head), heads_(heads) {}
-
-    // Those of entries before `entry` that were not asked for yet.
-    void until(int entry) {
-        while (run_ < end_ && run_->first + done_ < entry) {
-            const int last = smaller(run_->n, entry - run_->first);
-            for (int h = head_; h < head_ + heads_; h++) {
-                if (done_ == 0) beside(h);
-                prefetch_row(codes_at(part_, h, *run_) + done_ * part_.slot_stride, (last - done_) * part_.slot_stride);
+    // Of the KV heads [head, head + heads); `work` is the sum of all numbers that `during` will be called with.
+    Ahead(const AttentionArgs& a, const Stretch& s, const Step& step, int head, int heads, int64_t work) : work_(work) {
+        const int64_t channels = s.keys->format == kNibbles ? a.pool.head_dim : 0;
+        for (int h = head; h < head + heads; h++) {
+            for (const Run* run = step.begin(); run < step.end(); run += kTogether) {
+                const Run* const end = smaller(run + kTogether, step.end());
+                for (const Run* r = run; r < end; r++) {
+                    add_beside(*s.keys, h, *r, channels);
+                    add_beside(*s.values, h, *r, 0);
+                }
+                const int64_t most = run->n * larger(s.keys->slot_stride, s.values->slot_stride);
+                for (int64_t at = 0; at < most; at += kPair) {
+                    for (const Run* r = run; r < end; r++) {
+                        add_rows(*s.keys, h, *r, at);
+                        add_rows(*s.values, h, *r, at);
+                    }
+                }
             }
-            done_ = last;
-            if (last < run_->n) return;
-            run_++;
-            done_ = 0;
         }
+        next_ = pairs_;
+    }
+
+    PAGODA_INLINE void during(int64_t work) {
+        for (owed_ += work * (end_ - pairs_); owed_ >= work_ && next_ < end_; owed_ -= work_) ask();
+    }
+    void finish() {
+        while (next_ < end_) ask();
     }
 
 private:
-    void beside(int head) const {
-        const int64_t slot = by_channel_ ? 0 : run_->slot, n = by_channel_ ? by_channel_ : run_->n;
-        if (part_.format == kInt8) {
-            prefetch_row(number_at<bf16>(part_.scales, head, run_->block, slot), 2 * n);
-        } else {
-            prefetch_row(number_at<ScaleCode>(part_.scales, head, run_->block, slot), n);
-            prefetch_row(number_at<bf16>(part_.zeros, head, run_->block, slot), 2 * n);
-        }
+    static constexpr int kTogether = 4;
+    static constexpr int64_t kLine = 64, kPair = 2 * kLine, kMost = 2048;
+
+    PAGODA_INLINE void ask() {
+        prefetch_line(*next_);
+        prefetch_line(*next_++ + kLine);
+    }
+    // What does not fit is not asked for: that costs time, and nothing else.
+    void add(const void* at, int64_t bytes) {
+        for (int64_t i = 0; i < bytes && end_ < pairs_ + kMost; i += kPair) *end_++ = (const char*)at + i;
+    }
+    void add_rows(const PoolPart& part, int head, const Run& run, int64_t at) {
+        if (at < run.n * part.slot_stride) add(codes_at(part, head, run) + at, kPair);
+    }
+    // Scales and zeros: those of `channels`, or one for each entry.
+    void add_beside(const PoolPart& part, int head, const Run& run, int64_t channels) {
+        const int64_t slot = channels ? 0 : run.slot, n = channels ? channels : run.n;
+        if (part.format == kInt8) return add(number_at<bf16>(part.scales, head, run.block, slot), 2 * n);
+        add(number_at<ScaleCode>(part.scales, head, run.block, slot), n);
+        add(number_at<bf16>(part.zeros, head, run.block, slot), 2 * n);
     }
 
-    const PoolPart& part_;
-    const int64_t by_channel_;  // how many channels have a scale and a zero in each block; 0: entries have
-    const Run *run_, *const end_;
-    int done_ = 0;  // entries of that run
-    const int head_, heads_;
+    const int64_t work_;
+    int64_t owed_ = 0;  // shares of calls, in units of 1 / work
+    const char *pairs_[kMost], **next_, **end_ = pairs_;
 };
 
-inline Ahead keys_ahead(const AttentionArgs& a, const Stretch& s, const Step& step, int head, int heads) {
-    return Ahead(*s.keys, s.keys->format == kNibbles ? a.pool.head_dim : 0, step, head, heads);
-}
-inline Ahead values_ahead(const Stretch& s, const Step& step, int head, int heads) { return Ahead(*s.values, 0, step, head, heads); }
+// What is computed between the calls of `Ahead::during`, as long as it roughly takes: sixteen keys of a head, a row's weights for 64, and
+// two quads of keys, 32 channels of their values.
+constexpr int64_t kScoreWork = 8, kWeighWork = 4, kLayWork = 1;
 
 }  // namespace
 }  // namespace pagoda::PAGODA_ISA

@@ -61,7 +61,7 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
     const int together = kFew / (int)rows;
     Step steps[2];
     steps[0].start(a, t, stretch, stretch.begin);
-    keys_ahead(a, stretch, steps[0], t.kv_head, smaller(together, t.num_kv_heads)).until(kStepKeys);
+    Ahead(a, stretch, steps[0], t.kv_head, smaller(together, t.num_kv_heads), 1).finish();
     const CodeKeys keys(a, t, stretch, s.q, together, s.keys);
     CodeValues values(a, t, stretch, s.values);
     memset(s.sums, 0, 2 * kTileRows * kTileSide * sizeof(float));
@@ -75,9 +75,10 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
             const int heads = smaller(together, t.num_kv_heads - head), after = head + heads;
             const bool last = after == t.num_kv_heads;
             const int then = last ? 0 : after;
-            Ahead now_values = values_ahead(stretch, step, t.kv_head + head, heads);
-            Ahead next_keys = keys_ahead(a, stretch, last ? next : step, t.kv_head + then, smaller(together, t.num_kv_heads - then));
-            keys.score(head, heads, step, now_values, s.scores);
+            const int64_t work = heads * ((step.count + kTileSide - 1) / kTileSide * kScoreWork + end / kCodeKeys * rows * kWeighWork +
+                                          (step.count + 7) / 8 * (head_dim / 32) * kLayWork);
+            Ahead ahead(a, stretch, last ? next : step, t.kv_head + then, smaller(together, t.num_kv_heads - then), work);
+            keys.score(head, heads, step, ahead, s.scores);
             values.start(head, heads, step);
             FewTotals totals;
             for (int c = 0; c < heads * rows; c++) {
@@ -92,14 +93,15 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
                 const float keep = top > s.top[row] ? exp2f(s.top[row] - top) : 1.0f, part = top > highest ? exp2f(highest - top) : 1.0f;
                 s.top[row] = top;
                 Vec sums, zero_sums;
-                const float unit = values.weigh(c, end, highest == -INFINITY ? 0.0f : highest, scores, sums, zero_sums);
+                const float unit = values.weigh(c, end, highest == -INFINITY ? 0.0f : highest, scores, ahead, sums, zero_sums);
                 float *total = s.sums + row * kTileSide, *zeros = s.zero_sums + row * kTileSide;
                 store(total, load(total) * keep + sums * part);
                 store(zeros, load(zeros) * keep + zero_sums * part);
                 totals.keep[c] = keep;
                 totals.unit[c] = unit * part + (is_finite(sums * 0.0f) ? 0.0f : NAN);
             }
-            for (int h = 0; h < heads; h++) values.accumulate(head, h, step, next_keys, totals, s.acc + (head + h) * rows * head_dim);
+            for (int h = 0; h < heads; h++) values.accumulate(head, h, step, ahead, totals, s.acc + (head + h) * rows * head_dim);
+            ahead.finish();
         }
     }
     for (int64_t r = 0; r < all_rows; r++) {
