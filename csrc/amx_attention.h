@@ -204,13 +204,13 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         auto accumulate = [&](int block, auto& beside) __attribute__((always_inline)) {
             amx_accumulate<kSteps>(s.vt, s.p_of(block), head_dim, s.acc + block * kTileSide * head_dim, beside);
         };
+        const int64_t shares = (last - first) * Exponentials::kSteps;
         score(first, nothing);
         prepare(first);
         for (int block = first; block < last; block++) {
-            ahead.part(1, last - first);
             float *top = s.top + block * kTileSide, *sum = s.sum + block * kTileSide;
             const Vec base = raised_top(highest, top, sum, s.acc + block * kTileSide * head_dim, head_dim);
-            Exponentials exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, s.p_of(block));
+            Exponentials exponentials(s.scores_of(block), scores.unit(), base, source.value_scales(), count, ahead, shares, s.p_of(block));
             if (block + 1 < last) score(block + 1, exponentials);
             if (block > first) accumulate(block - 1, exponentials);
             exponentials.finish(sum);

@@ -74,11 +74,14 @@ inline Vec raised_top(Vec highest, float* top, float* sum, float* acc, int64_t h
 // at once. Probabilities are multiplied with `value_scales`, unless that is null, after they were summed.
 class Exponentials {
 public:
-    Exponentials(const float* scores, float unit, Vec base, const float* value_scales, int count, bf16* p)
-        : scores_(scores), value_scales_(value_scales), count_(count), unit_(splat(unit)), base_(base), p_(p) {}
+    static constexpr int kSteps = kTileKeys / 8;  // calls of some(): each asks for `1 / shares` of what is ahead
+
+    Exponentials(const float* scores, float unit, Vec base, const float* value_scales, int count, Lookahead& ahead, int64_t shares, bf16* p)
+        : scores_(scores), value_scales_(value_scales), count_(count), unit_(splat(unit)), base_(base), ahead_(ahead), shares_(shares), p_(p) {}
 
     PAGODA_INLINE void some() {
         if (next_ == kTileKeys) return;
+        if (!ahead_.done()) look(ahead_, shares_);
         Vec x[kAtOnce], y[kAtOnce];
         each([&](int i) { x[i] = load(scores_ + (next_ + i) * kTileSide) * unit_ - base_; });
         power(x, y);
@@ -94,7 +97,10 @@ public:
     }
 
 private:
-    static constexpr int kAtOnce = 8;  // independent of one another, each an instruction behind the other: none waits for itself
+    static constexpr int kAtOnce = kTileKeys / kSteps;  // each an instruction behind the other, so that none waits for itself
+
+    // Not inline, and not of `this`: what is around needs the registers.
+    static __attribute__((noinline)) void look(Lookahead& ahead, int64_t shares) { ahead.part(1, shares); }
 
     template <typename Body>
     static PAGODA_INLINE void each(Body body) {
@@ -116,6 +122,8 @@ private:
     const float *scores_, *value_scales_;
     const int count_;
     Vec unit_, base_, total_ = {};
+    Lookahead& ahead_;
+    const int64_t shares_;
     bf16* p_;
     int next_ = 0;
 };

@@ -131,14 +131,13 @@ class Lookahead {
 public:
     template <typename T>
     Lookahead(const Entries<T>& next, int64_t key_bytes, int64_t value_bytes)
-        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), key_bytes_(key_bytes),
-          value_bytes_(value_bytes) {}
+        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), quarter_(turns(next.count)),
+          key_bytes_(key_bytes), value_bytes_(value_bytes) {}
 
     // A line of each quarter's next key, and of its value.
     void some() {
-        const int quarter = turns(count_);
-        if (turn_ >= quarter) return;
-        for (int j = turn_; j < count_; j += quarter) {
+        if (done()) return;
+        for (int j = turn_; j < count_; j += quarter_) {
             if (at_ < key_bytes_) prefetch_line(keys_[j] + at_);
             if (at_ < value_bytes_) prefetch_line(values_[j] + at_);
         }
@@ -149,18 +148,20 @@ public:
     }
     // A share `n / of` of all there may be.
     void part(int64_t n, int64_t of) {
+        if (done()) return;
         owed_ += n * (kTileKeys / 4) * ((larger(key_bytes_, value_bytes_) + kLine - 1) / kLine);
         for (; owed_ >= of; owed_ -= of) some();
     }
     void finish() {
-        while (turn_ < turns(count_)) some();
+        while (!done()) some();
     }
+    bool done() const { return turn_ >= quarter_; }
 
 private:
     static constexpr int64_t kLine = 64;
 
     const char* const *keys_, *const *values_;
-    const int count_;
+    const int count_, quarter_;
     const int64_t key_bytes_, value_bytes_;
     int64_t at_ = 0, owed_ = 0;  // of the present turn's rows; shares of calls, in units of `of`
     int turn_ = 0;
@@ -183,15 +184,15 @@ public:
         entries_[next_].find(a_, t_, s_, then_head, then_begin);
         return entries_[now];
     }
-    Lookahead lookahead() const {
-        const int64_t bytes = a_.pool.head_dim * (int64_t)sizeof(T);
-        return Lookahead(entries_[next_], bytes, bytes);
-    }
+    Lookahead lookahead() const { return Lookahead(entries_[next_], row_bytes(), row_bytes()); }
+    Lookahead key_lookahead() const { return Lookahead(entries_[next_], row_bytes(), 0); }
     // What scores, and probabilities, are multiplied with for each entry; null: nothing.
     const float* key_scales() const { return nullptr; }
     const float* value_scales() const { return nullptr; }
 
 protected:
+    int64_t row_bytes() const { return a_.pool.head_dim * (int64_t)sizeof(T); }
+
     const AttentionArgs& a_;
     const Tile& t_;
     const Stretch& s_;

@@ -284,7 +284,7 @@ inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& s
     for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, stretch.end);
         const auto& entries = source.at(t.kv_head, begin, t.kv_head, end);
-        Lookahead ahead = source.lookahead();
+        Lookahead ahead = source.key_lookahead();
         score(s.q, a.pool.head_dim, entries, source, rows, ahead, s.scores);
         ahead.finish();
         float* mass = m.mass + (begin - t.key_begin);

@@ -93,6 +93,7 @@ public:
     }
 
     Lookahead lookahead() const { return Lookahead(next_, row_bytes(*s_.keys), row_bytes(*s_.values)); }
+    Lookahead key_lookahead() const { return Lookahead(next_, row_bytes(*s_.keys), 0); }
     const float* key_scales() const { return scaled_apart(*s_.keys) ? key_scales_ : nullptr; }
     const float* value_scales() const { return scaled_apart(*s_.values) ? value_scales_ : nullptr; }
 
