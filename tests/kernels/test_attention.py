@@ -142,6 +142,16 @@ def test_many_heads_share_one_kv_head(isa: str, dtype: torch.dtype) -> None:
     check(make_batch([(40, 40), (75, 1)], num_kv_heads=1, group=71, head_dim=32, dtype=dtype))
 
 
+@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 64), (5, 24), (7, 96), (16, 128)])
+def test_few_rows_of_several_kv_heads(isa: str, group: int, head_dim: int, block_size: int) -> None:
+    """Decode: a tile has several heads, long contexts are split, and 20 KV heads of 7 rows are more than a tile takes."""
+    lens = [(1000, 1), (75, 1), (16 // group + 40, 16 // group)]
+    options = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": torch.bfloat16}
+    check(make_batch(lens, num_kv_heads=20 if group == 7 else 3, **options))
+    check(make_batch(lens, num_kv_heads=3, window=50, **options), window=50)
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("head_dim", [24, 32, 96])
 def test_many_rows_of_one_kv_head(isa: str, head_dim: int, window: int | None) -> None:

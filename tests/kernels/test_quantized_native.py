@@ -170,9 +170,10 @@ def test_channels_of_every_size(isa: str, group: int) -> None:
 
 
 @each_format
-def test_long_contexts_in_parts_and_shared_prefixes(isa: str, formats: tuple[str, str]) -> None:
+@pytest.mark.parametrize("group", [2, 8])
+def test_long_contexts_in_parts_and_shared_prefixes(isa: str, formats: tuple[str, str], group: int) -> None:
     """Two requests that share the first 1,024 entries, and decode."""
-    written, _ = pair(formats, 1201, torch.bfloat16, num_blocks=80)
+    written, _ = pair(formats, 1201, torch.bfloat16, group, num_blocks=80)
     written.stage(0, 1200)
     native.write_kv(written.view, written.k[:1200], written.v[:1200], written.slots(0, 1200))
     written.close(1200)
