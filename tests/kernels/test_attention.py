@@ -145,7 +145,7 @@ def test_many_heads_share_one_kv_head(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block_size", [16, 24])
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 64), (5, 24), (7, 96), (16, 128)])
 def test_few_rows_of_several_kv_heads(isa: str, group: int, head_dim: int, block_size: int) -> None:
-    """Decode: a tile has several heads, long contexts are split, and 20 KV heads of 7 rows are more than a tile takes."""
+    """Decode: a tile has several heads, long contexts are split, 20 KV heads of 7 rows are too many for one."""
     lens = [(1000, 1), (75, 1), (16 // group + 40, 16 // group)]
     options = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": torch.bfloat16}
     check(make_batch(lens, num_kv_heads=20 if group == 7 else 3, **options))
