@@ -17,7 +17,13 @@ inline void widen_rows(const uint8_t* const* rows, const float* scales, int coun
     for (int j = 0; j < count; j++, to += padded(head_dim)) {
         const Code* row = (const Code*)rows[j];
         const float scale = scales ? scales[j] : 1.0f;
-        for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(to + i, load_lanes(row + i, lanes) * scale, lanes); });
+        for_each_vector(head_dim, [&](int64_t i, int64_t lanes) {
+            const Vec v = load_lanes(row + i, lanes);
+            if constexpr (sizeof(Code) == 1 && sizeof(Out) == sizeof(bf16)) {
+                if (!scales && lanes == kWidth) return store_exact(to + i, v);  // a code of eight bits
+            }
+            store_lanes(to + i, v * scale, lanes);
+        });
     }
 }
 

@@ -85,6 +85,17 @@ inline void store(bf16* p, Vec v) {
 #endif
 }
 
+// Values that bf16 has.
+inline void store_exact(bf16* p, Vec v) {
+    const BitVec high = (BitVec)v >> 16;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)high));
+#else
+    const HalfBits h = __builtin_convertvector(high, HalfBits);
+    memcpy(p, &h, sizeof h);
+#endif
+}
+
 inline float scalar(bf16 x) {
     const uint32_t bits = (uint32_t)x.bits << 16;
     float value;
