@@ -102,36 +102,19 @@ struct Entries {
     }
 };
 
-// Entries are asked for four at a time, one from each quarter of the list:
+// Asks for the entries that come next, a little at a time between what is computed, so that neither reading nor computing rests: blocks
+// lie anywhere, and the hardware cannot foresee the next one. An entry of each quarter of the list is asked for in turn:
 //
 //     entry    0 1 2 ...   16 17 18 ...   32 33 34 ...   48 49 50 ...
 //     turn     0 1 2 ...    0  1  2 ...    0  1  2 ...    0  1  2 ...
 //
 // Quarters are in different pages, and the hardware reads ahead in each page by itself. Measured, what is asked for one page after the
 // other takes a third longer; in which order it is read then makes no difference.
-inline int turns(int count) { return (count + 3) / 4; }
-
-template <typename T>
-inline void prefetch_row(const T* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) prefetch_line((const char*)row + i);
-}
-template <typename T>
-inline void prefetch(const Entries<T>& entries, int turn, int64_t key_bytes, int64_t value_bytes) {
-    const int quarter = turns(entries.count);
-    if (turn >= quarter) return;
-    for (int j = turn; j < entries.count; j += quarter) {
-        prefetch_row(entries.keys[j], key_bytes);
-        prefetch_row(entries.values[j], value_bytes);
-    }
-}
-
-// Asks for the entries that come next, a little at a time between what is computed, so that neither reading nor computing rests. Blocks
-// lie anywhere: the hardware cannot foresee the next one.
 class Lookahead {
 public:
     template <typename T>
     Lookahead(const Entries<T>& next, int64_t key_bytes, int64_t value_bytes)
-        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), quarter_(turns(next.count)),
+        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), quarter_((next.count + 3) / 4),
           key_bytes_(key_bytes), value_bytes_(value_bytes) {}
 
     // A line of each quarter's next key, and of its value.
