@@ -43,7 +43,7 @@ from pagoda.model.decoder import Decoder
 from pagoda.model.loader import load_model
 
 BLOCK = 16
-CONTEXTS = (4096, 32768)  # tokens that decode attention reads
+CONTEXTS = (4096, 32775)  # tokens that decode attention reads
 STEPS = 5  # decode steps of a turn
 COLD_BYTES = 600 << 20  # data that a step finds cold is cycled through more than this
 
@@ -158,7 +158,7 @@ def step_cases(decoder: Decoder) -> list[Case]:
 def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) -> list[Case]:
     """Decode attention of one request, another layer each time: on contiguous keys and values, and in a pool."""
     num_bytes = context * num_kv_heads * head_dim * 2 * 2
-    layers, blocks = max(1, COLD_BYTES // num_bytes), context // BLOCK
+    layers, blocks = max(1, COLD_BYTES // num_bytes), -(-context // BLOCK)
     layout = KVLayout.for_attention(
         num_layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK, dtype="bfloat16"
     )

@@ -13,7 +13,7 @@ public:
         first_ = first;
         second_ = second;
         at_ = 0;
-        end_ = std::min(bytes, kMost);
+        end_ = std::min(bytes, second ? kMost / 2 : kMost);
     }
 
     void some() {

@@ -111,7 +111,8 @@ public:
 
 private:
     int64_t num_parts(const Tile& t) const {
-        const int64_t most = std::max<int64_t>(1, (t.key_end - t.key_begin) * t.num_kv_heads / kMinPartKeys);
+        const int64_t keys = t.key_end - t.key_begin;
+        const int64_t most = std::max<int64_t>(1, std::min(keys * t.num_kv_heads / kMinPartKeys, keys / kTileKeys));
         const bool many_rows = t.row_end - t.row_begin > kTileRows;  // merging them would cost more than it balances
         const int64_t longest = many_rows ? 2 * longest_ : longest_;
         return std::clamp<int64_t>((cost(t) + longest - 1) / longest, 1, most);
@@ -123,10 +124,14 @@ private:
         const int64_t floats = rows * (head_dim_ + 1);
         float* next = plan_.partials.emplace_back(std::make_unique_for_overwrite<float[]>(parts * floats)).get();
         std::vector<Source> sources;
+        auto begin_of = [&](int64_t part) {  // whole tiles, which are whole in their blocks too, where it is not the request's own end
+            const int64_t at = t.key_begin + keys * part / parts;
+            return part == 0 || part == parts ? at : at / kTileKeys * kTileKeys;
+        };
         for (int64_t p = 0; p < parts; p++, next += floats) {
             Tile task = t;
-            task.key_begin = t.key_begin + keys * p / parts;
-            task.key_end = t.key_begin + keys * (p + 1) / parts;
+            task.key_begin = begin_of(p);
+            task.key_end = begin_of(p + 1);
             task.partial_out = next;
             task.partial_lse = next + rows * head_dim_;
             plan_.tasks.push_back(task);

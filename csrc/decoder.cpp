@@ -63,6 +63,7 @@ void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::ve
     check_range("token_ids", step.token_ids, step.num_rows, shape_.vocab);
     check_range("positions", step.positions, step.num_rows, shape_.max_pos);
     check_range("logits_rows", step.logits_rows, step.num_logits, step.num_rows);
+    if (step.num_logits > step.num_rows) throw std::invalid_argument("a row has its logits once");
     if (cut.layer < 0 || cut.layer >= static_cast<int64_t>(layers_.size())) throw std::invalid_argument("there is no layer to cut at");
     if (cut.part == Cut::kAfter) check_range("rows", cut.rows, step.num_rows, cut.num_lanes);
     for (size_t i = 0; i < layers_.size(); i++) {
@@ -80,6 +81,7 @@ void NativeDecoder::check(const StepTensors& step, const Cut& cut, const std::ve
         if (!seen || own.slots) check_slots(pools[i], slots_of(step, i), step.num_rows);
         for (const Recalls* recalls : {&own.own, &own.foretold}) {
             check_range("rows that recall", recalls->rows.data(), recalls->rows.size(), step.num_rows);
+            if (static_cast<int64_t>(recalls->rows.size()) > step.num_rows) throw std::invalid_argument("a row recalls once");
             for (const RecallArgs& args : recalls->args) {
                 if (args.sketches.group != shape_.num_heads / shape_.num_kv_heads) throw std::invalid_argument("recall is for another number of heads");
                 check_recall(args);
@@ -132,7 +134,7 @@ void NativeDecoder::forward(const StepTensors& step, const Cut& cut, const std::
         pass.begin(cut, layers_[first]);
         for (size_t i = first; i < layers_.size(); i++) {
             const bool foretells = i + 1 < layers_.size() && !step.layers[i + 1].foretold.rows.empty();
-            if (foretells) pass.foretell(layers_[i + 1], step.layers[i + 1].foretold);
+            if (foretells) pass.foretell(layers_[i], layers_[i + 1], step.layers[i + 1].foretold);
             pass.project(layers_[i], pools[i], slots_of(step, i));
             if (i == last) return;
             if (!step.layers[i].own.rows.empty()) pass.recall(step.layers[i].own, attention[i].args);

@@ -106,8 +106,7 @@ void linear(const LinearArgs& a, const void* packed_x, int64_t out_begin, int64_
     if (!fills_tiles(a)) return linear_vectors(a, out_begin, out_end);
     const TileLinearArgs tiles = {(const bf16*)packed_x, units_of(a, packed_x), a.weight, (const bf16*)a.bias, a.out,
                                   a.weight_row_stride, a.rows, a.num_in, a.num_out, Sink::kRows};
-    constexpr int64_t kPair = 2 * kTileSide;
-    const int64_t rows_at_once = larger<int64_t>(1, kCachedX / (kPair * a.num_in * (int64_t)sizeof(bf16))) * kPair;
+    const int64_t rows_at_once = rows_at_once_of(a.num_in);
     for (int64_t row = 0; row < a.rows; row += rows_at_once) {
         tile_linear<>(tiles, out_begin, out_end, row, smaller(row + rows_at_once, a.rows), expanded);
     }

@@ -15,11 +15,6 @@ namespace pagoda {
 
 inline int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// Whole pairs of blocks.
-inline int64_t rows_at_once_of(int64_t num_in) {
-    return std::max<int64_t>(1, kCachedX / (2 * kBlock * num_in * static_cast<int64_t>(sizeof(bf16)))) * 2 * kBlock;
-}
-
 // One layer's attention, and the tasks that find what of it others want to know.
 struct LayerAttention {
     AttentionArgs args;
@@ -55,15 +50,15 @@ public:
         share(blocks(rows_), [&](int64_t block) { tiles_.embed(args, block); });
     }
 
-    // Fetches for the next layer what this layer's input foretells that it will ask for (InfiniGen, arXiv:2406.19707).
-    void foretell(const LayerTensors& next, const Recalls& recalls) {
+    // Fetches for the next layer what the input of `layer` foretells that it will ask for (InfiniGen, arXiv:2406.19707).
+    void foretell(const LayerTensors& layer, const LayerTensors& next, const Recalls& recalls) {
         const int64_t attended = int64_t{s_.num_heads} * s_.head_dim, count = recalls.rows.size();
         float* residual = std::exchange(residual_, m_.foretold);
         const int64_t rows = std::exchange(rows_, count);
         select(residual, recalls.rows.data(), count);
         norm(next.input_norm, next.qkv);
         const Product queries = {next.qkv, next.qkv_bias, s_.hidden, attended, Sink::kRows};
-        linear(m_.packed, queries, m_.out, queries);
+        linear(m_.packed, queries, m_.out, qkv_of(layer));
         share(blocks(count), [&](int64_t block) {
             norm_heads(next.q_norm, m_.out, attended, s_.num_heads, m_.normed_q, block * kBlock, std::min(block * kBlock + kBlock, count));
         });
@@ -195,8 +190,9 @@ private:
 
     // Outputs that a thread takes at least: whole panels.
     int64_t outs_at_least(const Product& p) const {
-        const int64_t panels = divided_up(p.num_out, panel_outs(p.sink));
-        return panel_outs(p.sink) * std::min(panels_together(p.weight, p.num_in, rows_), divided_up(panels, member_.size()));
+        const int64_t panels = divided_up(p.num_out, panel_outs(p.sink)), together = panels_together(p.weight, p.num_in, rows_);
+        const int64_t parts = divided_up(divided_up(panels, together), member_.size()) * member_.size();  // as many for each thread
+        return std::max<int64_t>(1, panels / parts) * panel_outs(p.sink);
     }
 
     // `next`: what will be multiplied after it.
@@ -217,7 +213,9 @@ private:
         });
     }
 
+    // Reading ahead is for few rows: of many, a thread may have another part of them for its own.
     void will_multiply(const Product& p) {
+        if (rows_ > rows_at_once_of(p.num_in)) return ahead_.begin(nullptr, nullptr, 0);
         const int64_t outs = outs_at_least(p), groups = divided_up(p.num_out, outs), me = member_.index();
         const int64_t first = member_.first_task(groups, me) * outs, end = std::min(member_.first_task(groups, me + 1) * outs, p.num_out);
         const int64_t bytes = row_bytes(p.weight, p.num_in);

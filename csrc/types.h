@@ -199,7 +199,12 @@ enum class Sink : int {
     kSwiGlu,     // the weight is gate over up, [2 * num_out, num_in]; silu(gate) * up goes to packed [blocks, num_out / 2, 16, 2]
 };
 
-constexpr int64_t kCachedX = 1 << 20;  // bytes of x that stay in a core's cache while panels of a matrix pass
+// Rows whose x stays in a core's cache while panels of a matrix pass: whole pairs of blocks.
+constexpr int64_t rows_at_once_of(int64_t num_in) {
+    constexpr int64_t kCachedX = 1 << 20, kPair = 2 * kStripRows;  // bytes; rows
+    const int64_t pairs = kCachedX / (kPair * num_in * static_cast<int64_t>(sizeof(bf16)));
+    return (pairs > 1 ? pairs : 1) * kPair;
+}
 
 // Outputs of a panel, which is what meets the rows at a time: two tiles of them, or one of gate and one of up.
 constexpr int64_t panel_outs(Sink sink) { return sink == Sink::kSwiGlu ? 16 : 32; }

@@ -272,6 +272,7 @@ def can_fuse(layers: Sequence[LayerTensors], embedding: Matrix, lm_head: Matrix,
         has_matrix_tiles()
         and all(map(_fills_tiles, matrices))
         and _is_plain(embedding)
+        and embedding.shape == lm_head.shape
         and all(map(_is_plain, vectors))
         and head_dim % 8 == 0
         and head_dim <= _MAX_HEAD_DIM

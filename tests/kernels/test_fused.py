@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +78,23 @@ def test_as_near_to_float32_as_call_by_call(trio, sizes, threads):
         torch.set_num_threads(before)
 
 
-def test_a_row_does_not_depend_on_its_company(fused):
+def test_rows_that_do_not_fit_the_cache_at_once(tmp_path):
+    """More rows than a thread multiplies at once, in parts that threads take from each other."""
+    model = build("llama", **{**SIZES, "intermediate_size": 4096})
+    folder = save(model.bfloat16(), tmp_path)
+    fused, exact = load(folder, torch.bfloat16), load(folder, torch.float32)
+    if not fused._can_fuse:
+        pytest.skip("no matrix tiles on this machine")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        got = [PagedRun(decoder, seed=3).chunked(tokens(200), [200]) for decoder in (fused, call_by_call(fused), exact)]
+    finally:
+        torch.set_num_threads(before)
+    assert_as_good(*got)
+
+
+def assert_alone_as_among_others(fused):
     """Decodes of short contexts, alone and among others: the same bits."""
     texts = [tokens(n, seed=n) for n in (25, 11, 30, 18)]
     alone = []
@@ -89,6 +108,25 @@ def test_a_row_does_not_depend_on_its_company(fused):
     for sequence, text in zip(sequences, texts, strict=True):
         run.step([(sequence, len(text) - 1)])
     assert torch.equal(run.step([(sequence, 1) for sequence in sequences]), torch.cat(alone))
+
+
+def test_a_row_does_not_depend_on_its_company(fused):
+    assert_alone_as_among_others(fused)
+
+
+def test_fewer_threads_than_were_asked_for(fused):
+    """What is meant for threads that do not come is done by those that do."""
+    text, asked = tokens(50), torch.get_num_threads()
+    want = PagedRun(fused).chunked(text, [40, 1, 9])
+    omp = ctypes.CDLL(next(line.split()[-1] for line in Path("/proc/self/maps").open() if "libgomp" in line))
+    omp.omp_set_dynamic(1)  # then there are no more of them than processors
+    torch.set_num_threads(16 * len(os.sched_getaffinity(0)))
+    try:
+        got = PagedRun(fused).chunked(text, [40, 1, 9])
+    finally:
+        omp.omp_set_dynamic(0)
+        torch.set_num_threads(asked)
+    assert torch.equal(got, want)
 
 
 def test_only_the_rows_asked_for(trio):

@@ -11,7 +11,7 @@ from pagoda import kernels
 from pagoda.errors import KernelError
 from pagoda.kernels import Int8Matrix, native, reference
 from pagoda.model.decoder import Decoder
-from tests.kernels.test_fused import SIZES, assert_as_good, call_by_call, tokens
+from tests.kernels.test_fused import SIZES, assert_alone_as_among_others, assert_as_good, call_by_call, tokens
 from tests.kernels.test_linear import normal
 from tests.model.models import build, load, save
 from tests.model.paged import PagedRun
@@ -126,6 +126,10 @@ def trio(request, tmp_path_factory):
 @pytest.mark.parametrize("sizes", [[200], [7, 1, 13, 1, 40, 1], [33, 16, 1]], ids=str)
 def test_fused_is_as_near_to_float32_as_call_by_call(trio, sizes):
     assert_as_good(*(PagedRun(decoder, seed=3).chunked(tokens(200), sizes) for decoder in trio))
+
+
+def test_a_row_does_not_depend_on_its_company(trio):
+    assert_alone_as_among_others(trio[0])
 
 
 def test_some_matrices_may_be_codes_and_others_not(tmp_path):
