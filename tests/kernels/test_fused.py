@@ -118,7 +118,9 @@ def test_fewer_threads_than_were_asked_for(fused):
     """What is meant for threads that do not come is done by those that do."""
     text, asked = tokens(50), torch.get_num_threads()
     want = PagedRun(fused).chunked(text, [40, 1, 9])
-    omp = ctypes.CDLL(next(line.split()[-1] for line in Path("/proc/self/maps").open() if "libgomp" in line))
+    omp = ctypes.CDLL(
+        next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line)
+    )
     omp.omp_set_dynamic(1)  # then there are no more of them than processors
     torch.set_num_threads(16 * len(os.sched_getaffinity(0)))
     try:
