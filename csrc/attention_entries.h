@@ -114,15 +114,15 @@ class Lookahead {
 public:
     template <typename T>
     Lookahead(const Entries<T>& next, int64_t key_bytes, int64_t value_bytes)
-        : keys_((const char* const*)next.keys), values_((const char* const*)next.values), count_(next.count), quarter_((next.count + 3) / 4),
+        : keys_((const void* const*)next.keys), values_((const void* const*)next.values), count_(next.count), quarter_((next.count + 3) / 4),
           key_bytes_(key_bytes), value_bytes_(value_bytes) {}
 
     // A line of each quarter's next key, and of its value.
     void some() {
         if (done()) return;
         for (int j = turn_; j < count_; j += quarter_) {
-            if (at_ < key_bytes_) prefetch_line(keys_[j] + at_);
-            if (at_ < value_bytes_) prefetch_line(values_[j] + at_);
+            if (at_ < key_bytes_) prefetch_line((const char*)keys_[j] + at_);
+            if (at_ < value_bytes_) prefetch_line((const char*)values_[j] + at_);
         }
         at_ += kLine;
         if (at_ < larger(key_bytes_, value_bytes_)) return;
@@ -143,7 +143,7 @@ public:
 private:
     static constexpr int64_t kLine = 64;
 
-    const char* const *keys_, *const *values_;
+    const void* const *keys_, *const *values_;  // of pointers of any type: GCC takes others for different objects
     const int count_, quarter_;
     const int64_t key_bytes_, value_bytes_;
     int64_t at_ = 0, owed_ = 0;  // of the present turn's rows; shares of calls, in units of `of`
