@@ -1,8 +1,12 @@
 """For all tests: random inputs are made at whatever speed a busy machine has, and no test hangs on a lucky draw."""
 
+import asyncio
 import gc
 import os
+import ssl
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,6 +54,26 @@ def pytest_collection_finish() -> None:
 
 settings.register_profile("pagoda", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pagoda")
+
+
+class _Hasty:
+    """asyncio in whose sleep a second takes a tenth."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def haste() -> Iterator[None]:
+    """A quarter of a second in each of hundreds of tests: uvicorn rests as it ends, and clients read certificates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uvicorn.server.asyncio", _Hasty())
+        patch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)  # no test has a server with TLS
+        yield
 
 
 @pytest.fixture(autouse=True)
