@@ -13,6 +13,7 @@ import typer
 
 from pagoda import cli
 from pagoda.cli.tables import counted
+from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.errors import TierUnavailable
 from pagoda.kv.tiers.disk import DiskTier
 from tests.waiting import PATIENCE_S
@@ -92,6 +93,14 @@ async def test_a_tenant_is_purged_leases_caches_and_all(folder: Path) -> None:
             await chat(live, "How many?", made["id"], model="tiny")
 
 
+@pytest.fixture
+def slow_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as tiny as this one computes faster than a busy machine restores: let engines believe that it is slow."""
+    monkeypatch.setattr(PrefillSpeed, "seconds_per_token", lambda self, start, stop: 100.0)
+    monkeypatch.setattr("pagoda.kv.tier_leases._DECIDE_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("slow_model")
 async def test_a_tenant_is_purged_from_tiers_also_after_a_restart(folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"admin_key": "root", "tiers": [f"disk:{tmp_path / 'kv'}:64MiB?ttl=1h"], "secret": "s"}
     async with serve(folder, **settings) as live:
@@ -140,6 +149,7 @@ async def test_a_tier_that_does_not_answer_is_named(
         assert "not yet purged from: disk" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("slow_model")
 async def test_a_lease_that_the_pool_has_no_room_for_is_held_by_a_tier(folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"admin_key": "root", "tiers": [f"disk:{tmp_path / 'kv'}:64MiB"], "lease_share": 0.0}
     async with serve(folder, **settings) as live:

@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.server.public_prefixes import PublicPrefixes
+from tests.waiting import PATIENCE_S
 
 from .conftest import Live
 from .test_cache_control import folder, serve
@@ -68,7 +69,7 @@ async def test_its_kv_comes_back_from_a_tier_for_everybody(folder: Path, tmp_pat
         await cached(live, "sk-a")
         whole = (await post(live, "publish", tenant="acme"))["cached_tokens"]
     async with serve(folder, "root", public=PublicPrefixes(path), **slow) as live:
-        body = {"prompt": HANDBOOK + "?", "max_tokens": 1, "tiers": {"wait_s": 5}}
+        body = {"prompt": HANDBOOK + "?", "max_tokens": 1, "tiers": {"wait_s": PATIENCE_S}}
         answer = await live.http.post("/v1/completions", json=body, headers={"x-api-key": "sk-b"})
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == whole
 
