@@ -23,6 +23,11 @@ int64_t cost(const Tile& t) {
     return (t.key_end - t.key_begin) * ((t.row_end - t.row_begin + 15) / 16) * t.num_kv_heads;
 }
 
+// Of a tile with so many rows of each.
+int heads_at_once(int64_t rows) {
+    return rows == 0 || rows > kDecodeRows ? 1 : std::min(kMostHeads, kTileRows / static_cast<int>(rows));
+}
+
 // A tile, and where its request's rows are among those of the requests it shares blocks with.
 struct Whole {
     Tile tile;
@@ -44,7 +49,8 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
         const int64_t token_row = batch.query_start[shared.first_request];
         const int64_t rows = (batch.query_start[shared.first_request + shared.num_requests] - token_row) * group;
         const int64_t keys = int64_t{shared.num_blocks} * args.pool.block_size;
-        for (int head = 0; head < args.pool.num_kv_heads; head++) {
+        const int heads = heads_at_once(rows);
+        for (int head = 0; head < args.pool.num_kv_heads; head += heads) {
             for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
                 // All rows come after all of these entries: no position is needed beyond that.
                 const Tile tile = {.blocks = batch.block_table + shared.first_request * batch.block_table_stride,
@@ -52,7 +58,7 @@ std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& bat
                                    .first_token_row = token_row,
                                    .first_position = keys,
                                    .kv_head = head,
-                                   .num_kv_heads = 1,
+                                   .num_kv_heads = std::min(heads, args.pool.num_kv_heads - head),
                                    .row_begin = begin,
                                    .row_end = std::min(begin + rows_at_once, rows),
                                    .key_begin = 0,
@@ -78,8 +84,7 @@ std::vector<Whole> own_tiles(const AttentionArgs& args, const Batch& batch, int6
         const int64_t token_row = batch.query_start[r], query_len = batch.query_start[r + 1] - token_row;
         const SharedPrefix* shared = shared_by[r];
         const int64_t rows = query_len * group;
-        const int heads_at_once = rows == 0 || rows > kDecodeRows ? 1 : std::min(kMostHeads, kTileRows / static_cast<int>(rows));
-        for (const Tile& tile : request_tiles(args, batch, r, heads_at_once, rows_at_once)) {
+        for (const Tile& tile : request_tiles(args, batch, r, heads_at_once(rows), rows_at_once)) {
             Whole whole = {tile, shared, 0};
             if (shared) {
                 whole.tile.key_begin = int64_t{shared->num_blocks} * args.pool.block_size;
@@ -149,12 +154,14 @@ private:
         const std::vector<Source> parts = split(t);
         for (int h = 0; !own.shared && h < t.num_kv_heads; h++) add_merge(t, h, t.row_begin, t.row_end, parts, {}, 0);
         for (const SharedTile& s : shared_) {
-            const int head = s.tile.kv_head - t.kv_head;
-            if (s.shared != own.shared || head < 0 || head >= t.num_kv_heads) continue;
+            if (s.shared != own.shared) continue;
             // Rows of both, counted as the request counts its own.
-            const int64_t first = s.tile.row_begin - own.first_shared_row;
-            const int64_t begin = std::max(t.row_begin, first), end = std::min(t.row_end, s.tile.row_end - own.first_shared_row);
-            if (begin < end) add_merge(t, head, begin, end, parts, s.parts, begin - first);
+            const int64_t rows = s.tile.row_end - s.tile.row_begin, first = s.tile.row_begin - own.first_shared_row;
+            const int64_t begin = std::max(t.row_begin, first), end = std::min(t.row_end, first + rows);
+            const int last_head = std::min(t.kv_head + t.num_kv_heads, s.tile.kv_head + s.tile.num_kv_heads);
+            for (int head = std::max(t.kv_head, s.tile.kv_head); begin < end && head < last_head; head++) {
+                add_merge(t, head - t.kv_head, begin, end, parts, s.parts, (head - s.tile.kv_head) * rows + begin - first);
+            }
         }
     }
 
