@@ -1,5 +1,5 @@
-// Decode attention on AMX over BF16 keys and values: two to sixteen rows of each KV head, the heads of a tile one after the
-// other.
+// Decode attention on AMX over BF16 keys and values, or floats of eight bits that became BF16: up to sixteen rows of each KV head, the
+// heads of a tile one after the other.
 //
 //     scores [16 keys, rows]  = keys [16 keys, head_dim]  x  queries         keys as they lie are a left operand
 //     out    [rows, head_dim] = probabilities [rows, 64 keys]  x  values     two neighbours' values side by side are a right one
@@ -34,6 +34,7 @@ struct DecodeScratch {
     bf16* p;        // [quads][2 of 32 keys][high | low][kQuad][32]
     bf16* values;   // [2 of 16 channels][kTileKeys / 2][16][2]
     bf16* keys;     // [16][head_dim], where they do not lie in one block
+    void* widened;  // what Widened keeps
 
     DecodeScratch(void* memory, int64_t head_dim)
         : acc((float*)memory),
@@ -43,16 +44,21 @@ struct DecodeScratch {
           queries((bf16*)(scores + kDecodeRows * kTileKeys)),
           p(queries + 4 * kTileRows * head_dim),
           values(p + 4 * kDecodeRows * kTileDepth),
-          keys(values + kTileKeys * kTileDepth) {}
+          keys(values + kTileKeys * kTileDepth),
+          widened(keys + kTileSide * head_dim) {}
     static int64_t bytes(int64_t head_dim) {
-        return (kTileRows * (head_dim + 2) + kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
+        return Widened<bf16>::bytes(head_dim) + (kTileRows * (head_dim + 2) + kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
                ((4 * kTileRows + kTileSide) * head_dim + 4 * kDecodeRows * kTileDepth + kTileKeys * kTileDepth) * (int64_t)sizeof(bf16);
     }
 };
 
 inline int64_t quads_of(int64_t rows) { return (rows + kQuad - 1) / kQuad; }
 
+// Where keys are mixed queries are too, and rounded again.
 inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
+    const bool mixed = scaled_by_row(a.pool.keys);
+    alignas(64) float x[kMaxCodedDim];
+    alignas(64) bf16 rounded[kMaxCodedDim];
     const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim, quads = quads_of(t.row_end - t.row_begin);
     memset(to, 0, t.num_kv_heads * quads * kQuad * head_dim * sizeof(bf16));
     for (int h = 0; h < t.num_kv_heads; h++, to += quads * kQuad * head_dim) {
@@ -60,6 +66,13 @@ inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
             const int64_t r = row - t.row_begin;
             const bf16* from = (const bf16*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
                                ((t.kv_head + h) * group + row % group) * a.q_head_stride;
+            if (mixed) {
+                const float unit = 1.0f / (float)mix_order(head_dim);
+                for (int64_t d = 0; d < head_dim; d += kWidth) store(x + d, load(from + d) * unit);
+                mix(x, head_dim);
+                for (int64_t d = 0; d < head_dim; d += kWidth) store(rounded + d, load(x + d));
+                from = rounded;
+            }
             for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + r / kQuad * kQuad * head_dim + d * kQuad + 2 * (r % kQuad), from + d, 2 * sizeof(bf16));
         }
     }
@@ -78,15 +91,20 @@ inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
     rows[3] = (Vec)_mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
-// Scores of a head's rows against up to kTileKeys entries from `begin` on, in units of log2 or what a softcap takes.
-inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, int64_t begin, const bf16* queries, int64_t quads, Lookahead& ahead,
+// How keys lie: `slots` of them `slot_bytes` apart, and the first one that is meant is in slot `first`.
+struct KeyRuns {
+    int64_t first, slots, slot_bytes;
+};
+
+// Scores of a head's rows against up to kTileKeys entries, in units of log2 or what a softcap takes.
+inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, const KeyRuns& runs, const bf16* queries, int64_t quads, Lookahead& ahead,
                       const DecodeScratch& s) {
-    const int64_t head_dim = a.pool.head_dim, slots = a.pool.block_size, slot_bytes = a.pool.keys.slot_stride * (int64_t)sizeof(bf16);
+    const int64_t head_dim = a.pool.head_dim;
     alignas(64) float sums[kDecodeRows / kQuad][kTileKeys][kQuad];
     for (int j = 0; j < kTileKeys; j += kTileSide) {
         const bf16* keys = entries.keys[j];
-        int64_t stride = slot_bytes;
-        if (j + kTileSide > entries.count || (begin + j) % slots + kTileSide > slots) {
+        int64_t stride = runs.slot_bytes;
+        if (j + kTileSide > entries.count || (runs.first + j) % runs.slots + kTileSide > runs.slots) {
             for (int i = j; i < smaller(j + kTileSide, entries.count); i++) memcpy(s.keys + (i - j) * head_dim, entries.keys[i], head_dim * sizeof(bf16));
             keys = s.keys;
             stride = head_dim * sizeof(bf16);
@@ -189,15 +207,49 @@ inline void accumulate_few(const Entries<bf16>& entries, int64_t head_dim, int64
     ahead.finish();
 }
 
-// One row is as fast with float32 vectors: there is no second one to share what was made of its values.
+// One stretch's part in what `s` accumulates.
+template <typename Source>
+inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const DecodeScratch& s) {
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, quads = quads_of(rows), bytes = sizeof(bf16);
+    Source source(a, t, stretch, s.widened);
+    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
+        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+        for (int h = 0; h < t.num_kv_heads; h++) {
+            const bool last = h + 1 == t.num_kv_heads;
+            const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
+            Lookahead ahead = source.lookahead();
+            const KeyRuns runs = lies_as<bf16>(stretch) ? KeyRuns{begin % a.pool.block_size, a.pool.block_size, stretch.keys->slot_stride * bytes}
+                                                        : KeyRuns{0, kTileKeys, padded(head_dim) * bytes};
+            score_few(a, entries, runs, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
+            float* acc = s.acc + h * rows * head_dim;
+            for (int64_t r = 0; r < rows; r++) {
+                float* scores = s.scores + r * kTileKeys;
+                ahead.some();
+                if (source.key_scales()) multiply(scores, source.key_scales(), entries.count);
+                soft_cap(a, scores, kTileKeys);
+                mask(scores, seen(a, t, stretch, t.row_begin + r, begin, end), kTileKeys);
+                softmax_step(scores, kTileKeys, s.top[h * rows + r], s.sum[h * rows + r], acc + r * head_dim, head_dim);
+                if (!source.value_scales()) continue;
+                multiply(scores, source.value_scales(), entries.count);
+                for (int j = entries.count; j % kWidth; j++) scores[j] = 0.0f;
+            }
+            accumulate_few(entries, head_dim, rows, ahead, s, acc);
+        }
+    }
+}
+
+inline bool eight_bit_float(const PoolPart& part) { return part.format == kE4M3 || part.format == kE5M2; }
+
+// One row of BF16 is as fast with float32 vectors: there is no second one to share what was made of its values.
 inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
     const int64_t rows = t.row_end - t.row_begin;
-    const bool plain = a.pool.keys.format == kBF16 && a.pool.values.format == kBF16 && !a.pool.staged.slot_of;
-    return plain && rows > 1 && rows <= kDecodeRows && a.pool.head_dim % kTileDepth == 0;
+    const bool plain = a.pool.keys.format == kBF16 && a.pool.values.format == kBF16 && !a.pool.staged.slot_of && rows > 1;
+    const bool floats = eight_bit_float(a.pool.keys) && eight_bit_float(a.pool.values);
+    return (plain || floats) && rows <= kDecodeRows && a.pool.head_dim % kTileDepth == 0;
 }
 
 inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows, quads = quads_of(rows);
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
     const DecodeScratch s(memory, head_dim);
     const TileConfig configured(kDecodeTiles);
     pack_few_queries(a, t, s.queries);
@@ -209,24 +261,10 @@ inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory
         s.sum[r] = 0;
     }
     for (const Stretch& stretch : stretches(a, t)) {
-        InPlace<bf16> source(a, t, stretch, nullptr);
-        for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
-            const int64_t end = smaller(begin + kTileKeys, stretch.end);
-            for (int h = 0; h < t.num_kv_heads; h++) {
-                const bool last = h + 1 == t.num_kv_heads;
-                const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
-                Lookahead ahead = source.lookahead();
-                score_few(a, entries, begin, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
-                float* acc = s.acc + h * rows * head_dim;
-                for (int64_t r = 0; r < rows; r++) {
-                    float* scores = s.scores + r * kTileKeys;
-                    ahead.some();
-                    soft_cap(a, scores, kTileKeys);
-                    mask(scores, seen(a, t, stretch, t.row_begin + r, begin, end), kTileKeys);
-                    softmax_step(scores, kTileKeys, s.top[h * rows + r], s.sum[h * rows + r], acc + r * head_dim, head_dim);
-                }
-                accumulate_few(entries, head_dim, rows, ahead, s, acc);
-            }
+        if (lies_as<bf16>(stretch)) {
+            decode_stretch<InPlace<bf16>>(a, t, stretch, s);
+        } else {
+            decode_stretch<Widened<bf16>>(a, t, stretch, s);
         }
     }
     for (int64_t r = 0; r < all_rows; r++) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kv_coded.h"
+#include "kv_floats.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
@@ -121,6 +122,12 @@ private:
         }
         if (!is_plain(part)) gather<bf16>(a_, t_, s_, part.scales, head, begin, count, scales);
         const float* folded = is_plain(part) || scaled_apart(part) ? nullptr : scales;
+#if defined(__AVX512VBMI__)
+        if constexpr (sizeof(Out) == sizeof(bf16)) {
+            if (part.format == kE4M3 && head_dim % 64 == 0) return widen_floats<e4m3>(rows, count, head_dim, to);
+            if (part.format == kE5M2 && head_dim % 64 == 0) return widen_floats<e5m2>(rows, count, head_dim, to);
+        }
+#endif
         switch (part.format) {
             case kF32: return widen_rows<float>(rows, nullptr, count, head_dim, to);
             case kBF16: return widen_rows<bf16>(rows, nullptr, count, head_dim, to);

@@ -206,6 +206,21 @@ def test_long_contexts_in_parts_and_shared_prefixes(isa: str, formats: tuple[str
         torch.testing.assert_close(got.lse, results[2].lse, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_code_of_a_float_means_what_torch_says(isa: str, name: str, dtype: torch.dtype) -> None:
+    written, _ = pair((name, name), 1, dtype, head_dim=256)
+    written.step(native, 0, 1)
+    slot = written.view.values[written.table[0], :, 0]
+    codes = torch.arange(256, dtype=torch.uint8).view(slot.dtype)
+    finite = torch.where(codes.float().isfinite(), codes.float(), torch.zeros(256))
+    slot.copy_(finite.to(slot.dtype).expand(slot.shape))
+    assert written.view.value_scales is not None
+    written.view.value_scales.fill_(0.5)
+    out = written.attend(native, 0, 1, need_mass=False).out
+    torch.testing.assert_close(out.float(), (finite * 0.5).expand(out.shape), rtol=1e-6, atol=0)
+
+
 @each_format
 def test_rope_writes_what_it_rotated(isa: str, formats: tuple[str, str]) -> None:
     one, other = pair(formats, 40, torch.float32)
