@@ -136,11 +136,11 @@ inline void few_rows_attention(const AttentionArgs& a, const Tile& t, void* memo
 
 int64_t tile_scratch_bytes(int64_t head_dim) { return larger(amx_scratch_bytes(head_dim), FewScratch::bytes(head_dim)); }
 
-// One row of INT8 is faster with float32 vectors: there is no second one to share what was made of its values.
+// One row of INT8 is faster with float32 vectors: there is no second one to share what was made of its entries.
 void attention_on_tiles(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t rows = t.row_end - t.row_begin;
     const bool codes = in_codes(a.pool.keys) && in_codes(a.pool.values) && a.pool.head_dim % kCodeDepth == 0;
-    const bool few = rows <= kFew && (rows > 1 || a.pool.values.format == kNibbles);
+    const bool few = rows <= kFew && (rows > 1 || a.pool.keys.format == kNibbles || a.pool.values.format == kNibbles);
     return codes && few ? few_rows_attention(a, t, memory) : amx_attention(a, t, memory);
 }
 
