@@ -53,13 +53,15 @@ inline void transpose4(__m512i r[4]) {
 class CodeKeys {
 public:
     static int64_t bytes(int64_t head_dim) {
-        return kTileRows / kFew * FewQueries::bytes(head_dim) + kFew * (head_dim * (2 * kFew + kTileSide + 2 * kTileSide)) + kTileSide * kFewRowBytes;
+        const int64_t of_head = head_dim * (2 * kFew + kTileSide * (1 + (int64_t)sizeof(bf16)));  // folded queries, codes and zeros
+        return kTileRows / kFew * FewQueries::bytes(head_dim) + kFew * of_head + kTileSide * kFewRowBytes;
     }
 
     // `q` are the tile's queries as `load_queries` has them. Heads come in groups that share columns, `together` of them.
     CodeKeys(const AttentionArgs& a, const Tile& t, const Stretch& s, const float* q, int together, void* memory)
         : a_(a), t_(t), s_(s), head_dim_(a.pool.head_dim), rows_(t.row_end - t.row_begin), by_channel_(s.keys->format == kNibbles),
-          queries_((uint8_t*)memory), folded_(queries_ + kTileRows / kFew * FewQueries::bytes(head_dim_)), codes_(folded_ + kFew * 2 * kFew * head_dim_),
+          queries_((uint8_t*)memory), folded_(queries_ + kTileRows / kFew * FewQueries::bytes(head_dim_)),
+          codes_(folded_ + kFew * 2 * kFew * head_dim_),
           zeros_((bf16*)(codes_ + kFew * kTileSide * head_dim_)), zero_sums_((float(*)[kFew])(zeros_ + kFew * kTileSide * head_dim_)) {
         for (int h = 0; h < t.num_kv_heads; h++) prepare(h, h % together * rows_, q + h * rows_ * head_dim_);
     }
@@ -76,7 +78,8 @@ public:
             float units[kFew];
             for (int h = 0; h < heads; h++) {
                 const FewQueries q = queries(head + h);
-                const float unit = by_channel_ ? fold(q, number_at<ScaleCode>(s_.keys->scales, t_.kv_head + head + h, run->block, 0), folded(h)) : 1.0f;
+                const ScaleCode* scales = number_at<ScaleCode>(s_.keys->scales, t_.kv_head + head + h, run->block, 0);
+                const float unit = by_channel_ ? fold(q, scales, folded(h)) : 1.0f;
                 for (int64_t r = 0; r < rows_; r++) units[h * rows_ + r] = unit * q.units[r];
             }
             for (int j = 0; j < run->n; j += kTileSide) {
@@ -106,7 +109,10 @@ private:
             const float largest = maximum(top);
             factors[r] = largest > kLeastQuery ? 32767.0f / largest : 0.0f;
             to.units[r] = largest / 32767.0f + sum(nothing);  // NaN, which scores inherit, if a number is not finite
-            for (int64_t d = 0; d < head_dim_; d += kTileSide) spread[d / kTileSide] = max(spread[d / kTileSide], magnitude(load(q + r * head_dim_ + d)) * factors[r]);
+            for (int64_t d = 0; d < head_dim_; d += kTileSide) {
+                Vec& most = spread[d / kTileSide];
+                most = max(most, magnitude(load(q + r * head_dim_ + d)) * factors[r]);
+            }
         }
         memset(to.numbers, 0, head_dim_ * kFew * sizeof(int16_t));
         for (int64_t d = 0; d < head_dim_; d += kTileSide) {
@@ -246,7 +252,9 @@ private:
         _tile_stored(0, high, kFewRowBytes);
         _tile_stored(1, low, kFewRowBytes);
         __m512i sums[kFew];
-        for (int i = 0; i < kFew; i++) sums[i] = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high[4 * i]), 8), _mm512_load_si512(low[4 * i]));
+        for (int i = 0; i < kFew; i++) {
+            sums[i] = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high[4 * i]), 8), _mm512_load_si512(low[4 * i]));
+        }
         transpose4(sums);
         for (int h = 0; h < heads; h++) {
             Vec scale = splat(1.0f);

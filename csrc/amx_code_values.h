@@ -39,14 +39,12 @@ public:
     void start(int head, int heads, const Step& step) {
         for (int h = 0; h < heads; h++) {
             float *scales = scales_ + h * kStepKeys, *zeros = zeros_ + h * kStepKeys;
-            for (const Run& run : step) {
-                for_each_vector(run.n, [&](int64_t i, int64_t lanes) {
-                    const int kv_head = t_.kv_head + head + h;
-                    auto number = [&](const auto* from) { return load_lanes(from + i, lanes); };
-                    const Beside& of = s_.values->scales;
-                    store_lanes(scales + run.first + i, nibbles_ ? number(number_at<ScaleCode>(of, kv_head, run.block, run.slot)) : number(number_at<bf16>(of, kv_head, run.block, run.slot)), lanes);
-                    if (nibbles_) store_lanes(zeros + run.first + i, number(number_at<bf16>(s_.values->zeros, kv_head, run.block, run.slot)), lanes);
-                });
+            const int kv_head = t_.kv_head + head + h;
+            if (nibbles_) {
+                gather<ScaleCode>(step, s_.values->scales, kv_head, scales);
+                gather<bf16>(step, s_.values->zeros, kv_head, zeros);
+            } else {
+                gather<bf16>(step, s_.values->scales, kv_head, scales);
             }
             const int end = (step.count + kCodeKeys - 1) / kCodeKeys * kCodeKeys;
             for (int j = step.count; j < end; j++) scales[j] = zeros[j] = 0.0f;
@@ -122,7 +120,9 @@ public:
             for (int64_t r = 0; r < rows_; r++) {
                 const int64_t c = h * rows_ + r;
                 __m512i x[2];
-                for (int i = 0; i < 2; i++) x[i] = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(out[i][c]), 8), _mm512_load_si512(out[i][kFew + c]));
+                for (int i = 0; i < 2; i++) {
+                    x[i] = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(out[i][c]), 8), _mm512_load_si512(out[i][kFew + c]));
+                }
                 if (nibbles_) {
                     x[0] = _mm512_sub_epi32(x[0], x[1]);
                     x[1] = _mm512_srli_epi32(x[1], 4);
@@ -136,6 +136,14 @@ public:
 
 private:
     static constexpr float kMost = 65535.0f;
+
+    template <typename Number>
+    static void gather(const Step& step, const Beside& from, int kv_head, float* to) {
+        for (const Run& run : step) {
+            const Number* numbers = number_at<Number>(from, kv_head, run.block, run.slot);
+            for_each_vector(run.n, [&](int64_t i, int64_t lanes) { store_lanes(to + run.first + i, load_lanes(numbers + i, lanes), lanes); });
+        }
+    }
 
     // Where the entries' values are; those after the last, up to a multiple of four, are the last again.
     void list(int kv_head, const Step& step) {

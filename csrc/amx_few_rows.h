@@ -21,7 +21,7 @@ constexpr TileShapes few_tiles() {
 constexpr TileShapes kFewTiles = few_tiles();
 
 struct FewScratch {
-    uint8_t* keys;    // what CodeKeys and CodeValues keep
+    uint8_t* keys;     // what CodeKeys and CodeValues keep
     uint8_t* values;
     float* q;          // [heads * rows, head_dim] scaled
     float* acc;        // [heads * rows, head_dim]
