@@ -134,29 +134,38 @@ def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int,
 
 
 def bench_formats(
-    num_kv_heads: int, group: int, head_dim: int, context: int, rounds: int, block_size: int = BLOCK_SIZE
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    context: int,
+    rounds: int,
+    block_size: int = BLOCK_SIZE,
+    requests: int = 1,
 ) -> dict[str, float]:
     """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
 
     The median of the ratios of neighbouring calls, printed with their quartiles: minutes change times, not ratios. A
-    call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step.
+    call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step;
+    with several `requests`, each with a context of its own, they count less.
     """
-    q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
-    table = torch.randperm(context // block_size).to(torch.int32)[None]
-    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
+    q = torch.randn(requests, num_kv_heads * group, head_dim).bfloat16()
+    blocks = context // block_size
+    table = torch.randperm(requests * blocks).to(torch.int32).view(requests, blocks)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    lens = torch.full((requests,), context, dtype=torch.int32)
 
     def attend(views: list[KVView]) -> Callable[[], object]:
         turn = cycle(len(views))
         return lambda: kernels.paged_attention(q, views[next(turn)], table, starts, lens, scale=head_dim**-0.5)
 
-    plain = attend(filled_views("bf16", num_kv_heads, head_dim, context, block_size))
+    plain = attend(filled_views("bf16", num_kv_heads, head_dim, requests * context, block_size))
     speeds = {}
     for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4/int8", "int4"):
-        coded = attend(filled_views(name, num_kv_heads, head_dim, context, block_size))
+        coded = attend(filled_views(name, num_kv_heads, head_dim, requests * context, block_size))
         before, after = in_pairs(plain, coded, rounds * PAIRS_A_ROUND)
         low, speeds[name], high = statistics.quantiles((x / y for x, y in zip(before, after, strict=True)), n=4)
         print(
-            f"formats      {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
+            f"formats      {requests} x {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
             f"bf16 {statistics.median(before) * 1e6:6.0f} us    {name} {statistics.median(after) * 1e6:6.0f} us    "
             f"{speeds[name]:5.2f}x ({low:.2f} to {high:.2f})"
         )
@@ -189,6 +198,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all CPUs)")
     parser.add_argument("--only", choices=["memory", "linear", "decode", "formats", "prefill"], help="run one part")
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="of formats' blocks (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1, help="of a call of formats'; default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -204,7 +214,7 @@ def main() -> None:
         bench_decode(3, 3, 64, 1024, 8, args.rounds)
     if args.only in (None, "formats"):
         for num_kv_heads, group, head_dim in ((3, 3, 64), (8, 4, 128), (16, 1, 64)):
-            bench_formats(num_kv_heads, group, head_dim, 8192, args.rounds, args.block_size)
+            bench_formats(num_kv_heads, group, head_dim, 8192, args.rounds, args.block_size, args.requests)
     if args.only in (None, "prefill"):
         bench_prefill(3, 3, 64, 2048, args.rounds)
         bench_prefill(8, 4, 128, 2048, args.rounds)
