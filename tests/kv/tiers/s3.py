@@ -58,7 +58,7 @@ class S3Server:
         command += [
             "-master.telemetry=false",
             "-master.volumeSizeLimitMB=64",
-            "-volume.max=20",
+            "-volume.max=100",  # some seven for each bucket
             "-volume.minFreeSpace=1",
         ]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
