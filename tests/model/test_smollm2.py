@@ -43,8 +43,8 @@ def reference(smollm2):
 @pytest.fixture(scope="module")
 def long_text(smollm2):
     ids = smollm2.tokenizer.encode(PARAGRAPH + inspect.getsource(textwrap))
-    assert len(ids) >= 600
-    return ids[:600]
+    assert len(ids) >= 400
+    return ids[:400]
 
 
 def test_shape(smollm2):
@@ -57,8 +57,8 @@ def test_logits_equal_transformers(smollm2, reference, long_text):
     """Chunks of many sizes and single tokens, through 16-token blocks in random order."""
     with torch.inference_mode():
         expected = reference(torch.tensor([long_text])).logits[0]
-    run = PagedRun(smollm2.decoder, block_size=16, num_blocks=45)
-    got = run.chunked(long_text, [256, 130, 1, 1, 17, 120, 71, 1, 1, 1, 1])
+    run = PagedRun(smollm2.decoder, block_size=16, num_blocks=32)
+    got = run.chunked(long_text, [200, 70, 1, 1, 17, 50, 57, 1, 1, 1, 1])
     assert (got - expected).abs().max() < 1e-3
     loss = torch.nn.functional.cross_entropy(got[:-1], torch.tensor(long_text[1:]))
     assert loss < 3.5, "the model reads this text as text"
