@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from pagoda import kernels
 from pagoda.kernels import CompactMatrix, Int8Matrix, KVView, Staging, backend_name
-from pagoda.kv.formats import parse_format
+from pagoda.kv.formats import default_block_size, parse_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
 
@@ -139,7 +139,7 @@ def bench_formats(
     head_dim: int,
     context: int,
     rounds: int,
-    block_size: int = BLOCK_SIZE,
+    block_size: int | None = None,
     requests: int = 1,
 ) -> dict[str, float]:
     """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
@@ -147,22 +147,25 @@ def bench_formats(
     The median of the ratios of neighbouring calls, printed with their quartiles: minutes change times, not ratios. A
     call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step;
     with several `requests`, each with a context of its own, they count less.
+
+    Args:
+        block_size: None: of each format what an engine takes that was told nothing.
     """
     q = torch.randn(requests, num_kv_heads * group, head_dim).bfloat16()
-    blocks = context // block_size
-    table = torch.randperm(requests * blocks).to(torch.int32).view(requests, blocks)
     starts = torch.arange(requests + 1, dtype=torch.int32)
     lens = torch.full((requests,), context, dtype=torch.int32)
 
-    def attend(views: list[KVView]) -> Callable[[], object]:
+    def attend(name: str) -> Callable[[], object]:
+        size = default_block_size(name) if block_size is None else block_size
+        views = filled_views(name, num_kv_heads, head_dim, requests * context, size)
+        table = torch.randperm(requests * context // size).to(torch.int32).view(requests, -1)
         turn = cycle(len(views))
         return lambda: kernels.paged_attention(q, views[next(turn)], table, starts, lens, scale=head_dim**-0.5)
 
-    plain = attend(filled_views("bf16", num_kv_heads, head_dim, requests * context, block_size))
+    plain = attend("bf16")
     speeds = {}
     for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4/int8", "int4"):
-        coded = attend(filled_views(name, num_kv_heads, head_dim, requests * context, block_size))
-        before, after = in_pairs(plain, coded, rounds * PAIRS_A_ROUND)
+        before, after = in_pairs(plain, attend(name), rounds * PAIRS_A_ROUND)
         low, speeds[name], high = statistics.quantiles((x / y for x, y in zip(before, after, strict=True)), n=4)
         print(
             f"formats      {requests} x {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "
@@ -197,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each candidate (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all CPUs)")
     parser.add_argument("--only", choices=["memory", "linear", "decode", "formats", "prefill"], help="run one part")
-    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="of formats' blocks (default: %(default)s)")
+    parser.add_argument("--block-size", type=int, help="of formats' blocks (default: what engines take for each)")
     parser.add_argument("--requests", type=int, default=1, help="of a call of formats'; default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -106,7 +106,10 @@ MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Most requests computed at 
 TokenBudget = Annotated[
     int, typer.Option(min=1, help="Most tokens of one step, prefill and decode.", rich_help_panel=_MEMORY)
 ]
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.", rich_help_panel=_MEMORY)]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a KV block. \\[default: 16, with keys in int4 32]", rich_help_panel=_MEMORY),
+]
 Tiers = Annotated[
     list[str] | None,
     typer.Option(

@@ -39,7 +39,9 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(help="fp32, bf16, fp8, int8, int4 or mxfp4. \\[default: the model's]")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block. \\[default: 16, with keys in int4 32]")
+    ] = None,
     tier: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +91,7 @@ def plan(
 ) -> None:
     """Size a deployment of MODEL: bytes per token, users, tiers, costs. Nothing is loaded or run."""
     from pagoda.cli.plan_tables import print_known, print_plan
+    from pagoda.kv.formats import default_block_size
     from pagoda.plan.report import Question, make_plan
 
     if known or model is None:
@@ -102,7 +105,7 @@ def plan(
         or [shape.max_context],
         shared=parse_tokens(shared_prefix),
         kv_format=kv_format,
-        block_size=block_size,
+        block_size=default_block_size(kv_format) if block_size is None else block_size,
         weight_format=weights,
         tiers=tier or ("dram:512GiB", "disk:4TB", "object:@1GB"),
         utilization=utilization,

@@ -58,7 +58,7 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 64,
     token_budget: options.TokenBudget = 512,
-    block_size: options.BlockSize = 16,
+    block_size: options.BlockSize = None,
     dtype: options.Dtype = "auto",
     kv_format: options.KvFormat = "auto",
     kv_skip_layers: options.KvSkipLayers = "",

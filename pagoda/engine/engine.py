@@ -33,6 +33,7 @@ from pagoda.errors import ConfigError, InvalidRequest
 from pagoda.kv.cache import KVCache
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import make_policy
+from pagoda.kv.formats import default_block_size
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.radix_node import as_tokens
 from pagoda.kv.sizes import parse_size
@@ -62,7 +63,7 @@ class Engine:
         kv_skip_layers: layers whose keys and values are stored as the model computes, whatever the format.
         weights_format: `full`, or `int8`: half the bytes to keep and to read (docs/weights.md).
         kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None takes 16, or 32 with keys in `int4`.
         max_model_len: a shorter context than the model's own.
         max_num_seqs: most samples running at once; in a small `int4` pool fewer, which a warning says.
         token_budget: most tokens computed in one step.
@@ -97,7 +98,7 @@ class Engine:
         kv_skip_layers: Collection[int] = (),
         weights_format: str = "full",
         kv_memory: int | str | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         token_budget: int = 512,
@@ -120,6 +121,8 @@ class Engine:
         default = default_policy(kv_policy)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit is a share between 0 and 1, got {audit}")
+        if block_size is None:
+            block_size = default_block_size(kv_format)
         self.config = EngineConfig(
             block_size,
             max_num_seqs,

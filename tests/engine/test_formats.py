@@ -158,6 +158,11 @@ def test_layers_that_are_skipped_are_stored_as_computed(folder: Path) -> None:
     assert outputs(make(folder, kv_format="int4", kv_skip_layers=all_layers), inputs) == outputs(make(folder), inputs)
 
 
+def test_blocks_are_as_large_as_the_format_likes_them(folder: Path) -> None:
+    assert make(folder, kv_format="int4", block_size=None).cache_info().block_size == 32
+    assert make(folder, kv_format="int8", block_size=None).cache_info().block_size == 16
+
+
 @of_both(["int8", "int4"], [])  # Gemma's embedding is its output matrix as well: a bad one is bad for all
 def test_a_request_that_goes_wrong_spoils_no_other(folder: Path, kv_format: str) -> None:
     engine = make(folder, kv_format=kv_format)

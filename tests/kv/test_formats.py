@@ -10,7 +10,7 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows, mix, unmix
-from pagoda.kv.formats import FORMATS, PART_FORMATS, parse_format, plain_format
+from pagoda.kv.formats import FORMATS, PART_FORMATS, default_block_size, parse_format, plain_format
 from pagoda.kv.formats.fp8 import FP8_E4M3, FP8_E5M2
 from pagoda.kv.formats.int4 import INT4_CHANNELS, INT4_ROWS
 from pagoda.kv.formats.int8 import INT8
@@ -165,3 +165,11 @@ def test_blocks_whose_keys_are_in_another_basis_are_other_blocks() -> None:
 def test_formats_have_fingerprints_of_their_own() -> None:
     names = [*FORMATS, "int8/int4", "int4/int8"]
     assert len({layout(name, 16).fingerprint({}) for name in names}) == len(names)
+
+
+def test_blocks_are_larger_where_keys_have_scales_for_each() -> None:
+    sizes = {name: default_block_size(name) for name in ("auto", *FORMATS, "int8/int4", "int4/int8")}
+    assert {name for name, size in sizes.items() if size == 32} == {"int4", "int4/int8"}
+    assert set(sizes.values()) == {16, 32}
+    with pytest.raises(ConfigError):
+        default_block_size("int5")

@@ -29,7 +29,7 @@ from pagoda.kv.formats.mixed import Mixed
 from pagoda.kv.formats.plain import BF16, FP16, FP32
 from pagoda.kv.layout import LayerSpec
 
-__all__ = ["FORMATS", "PART_FORMATS", "KVFormat", "PartFormat", "parse_format", "plain_format"]
+__all__ = ["FORMATS", "PART_FORMATS", "KVFormat", "PartFormat", "default_block_size", "parse_format", "plain_format"]
 
 _BY_ROW: dict[str, PartFormat] = {each.name: each for each in (FP32, BF16, FP16, FP8_E4M3, FP8_E5M2, INT8, INT4_ROWS)}
 _OF_KEYS: dict[str, PartFormat] = {
@@ -103,6 +103,20 @@ def parse_format(name: str) -> KVFormat:
                 f"no KV format is called {each!r}; there are {', '.join(FORMATS)}, and KEYS/VALUES of them"
             )
     return KVFormat(_OF_KEYS[keys], _BY_ROW[values])
+
+
+def default_block_size(kv_format: str) -> int:
+    """Tokens of a block where nobody chose: 16, or 32 if keys have scales for each block.
+
+    Larger blocks have fewer of these: more tokens in the same memory, and less to do for each when they are read.
+
+    Args:
+        kv_format: what `parse_format` takes, or `auto`.
+
+    Raises:
+        ConfigError: no format has that name.
+    """
+    return 32 if kv_format != "auto" and parse_format(kv_format).is_staged else 16
 
 
 def plain_format(dtype: str) -> KVFormat:
