@@ -31,7 +31,7 @@ def cluster(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 64,
     token_budget: options.TokenBudget = 512,
-    block_size: options.BlockSize = 16,
+    block_size: options.BlockSize = None,
     dtype: options.Dtype = "auto",
     tier: options.Tiers = None,
     secret: options.Secret = None,

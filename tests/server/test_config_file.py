@@ -56,7 +56,7 @@ def test_values_come_from_the_file(monkeypatch: pytest.MonkeyPatch, file: Path) 
     assert seen["max_num_seqs"] == 3
     assert list(seen["tiers"]) == ["dram:1MiB", "disk:/nowhere:8MiB?write=back"]
     assert seen["tier_key"] == "file:/etc/key"
-    assert seen["block_size"] == 16
+    assert seen["token_budget"] == 512
 
 
 def test_the_command_line_and_the_environment_go_first(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
