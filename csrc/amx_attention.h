@@ -264,11 +264,7 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
         s.sum[r] = 0;
     }
     for (const Stretch& stretch : stretches(a, t)) {
-        if (lies_as<bf16>(stretch)) {
-            amx_attend<InPlace<bf16>>(a, t, stretch, s);
-        } else {
-            amx_attend<Widened<bf16>>(a, t, stretch, s);
-        }
+        with_tile_source(stretch, [&]<typename Source>() { amx_attend<Source>(a, t, stretch, s); });
     }
     for (int64_t r = 0; r < rows; r += kTileSide) {
         float* acc = s.acc + r * head_dim;

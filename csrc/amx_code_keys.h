@@ -39,17 +39,6 @@ struct FewQueries {
           units((float*)(plain + head_dim * kFew)) {}
 };
 
-inline __m512i square_order() { return _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0); }
-// In each of the four 128-bit parts, a transpose of 4 x 4 lanes.
-inline void transpose4(__m512i r[4]) {
-    const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
-    const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
-    r[0] = _mm512_unpacklo_epi64(a, c);
-    r[1] = _mm512_unpackhi_epi64(a, c);
-    r[2] = _mm512_unpacklo_epi64(b, d);
-    r[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 class CodeKeys {
 public:
     static int64_t bytes(int64_t head_dim) {

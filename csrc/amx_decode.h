@@ -80,15 +80,10 @@ inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
 
 // [16 keys, 4 rows] -> a vector of keys for each row
 inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m512i r[4];
-    for (int i = 0; i < 4; i++) r[i] = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(sums + i * 16));
-    const __m512i a = _mm512_shuffle_i32x4(r[0], r[1], 0x44), b = _mm512_shuffle_i32x4(r[0], r[1], 0xee);
-    const __m512i c = _mm512_shuffle_i32x4(r[2], r[3], 0x44), d = _mm512_shuffle_i32x4(r[2], r[3], 0xee);
-    rows[0] = (Vec)_mm512_shuffle_i32x4(a, c, 0x88);
-    rows[1] = (Vec)_mm512_shuffle_i32x4(a, c, 0xdd);
-    rows[2] = (Vec)_mm512_shuffle_i32x4(b, d, 0x88);
-    rows[3] = (Vec)_mm512_shuffle_i32x4(b, d, 0xdd);
+    __m512i r[kQuad];
+    for (int i = 0; i < kQuad; i++) r[i] = _mm512_loadu_si512(sums + i * kTileSide);
+    transpose4(r);
+    for (int i = 0; i < kQuad; i++) rows[i] = (Vec)_mm512_permutexvar_epi32(square_order(), r[i]);
 }
 
 // How keys lie: `slots` of them `slot_bytes` apart, and the first one that is meant is in slot `first`.
@@ -261,11 +256,7 @@ inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory
         s.sum[r] = 0;
     }
     for (const Stretch& stretch : stretches(a, t)) {
-        if (lies_as<bf16>(stretch)) {
-            decode_stretch<InPlace<bf16>>(a, t, stretch, s);
-        } else {
-            decode_stretch<Widened<bf16>>(a, t, stretch, s);
-        }
+        with_tile_source(stretch, [&]<typename Source>() { decode_stretch<Source>(a, t, stretch, s); });
     }
     for (int64_t r = 0; r < all_rows; r++) {
         finish_row<bf16>(a, t, (int)(r / rows), r % rows, s.acc + r * head_dim, s.top[r], s.sum[r]);

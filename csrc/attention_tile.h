@@ -256,6 +256,13 @@ inline void with_source(const Stretch& s, Body body) {
     return body.template operator()<Widened<float>>();
 }
 
+// The same for matrix tiles, which take BF16 alone.
+template <typename Body>
+inline void with_tile_source(const Stretch& s, Body body) {
+    if (lies_as<bf16>(s)) return body.template operator()<InPlace<bf16>>();
+    return body.template operator()<Widened<bf16>>();
+}
+
 template <typename T>
 void attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;

@@ -22,15 +22,6 @@ struct PlannedAttention {
     AttentionPlan plan;
 };
 
-void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound) {
-    for (int64_t i = 0; i < count; i++) {
-        if (index[i] < 0 || index[i] >= bound) {
-            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(index[i]) +
-                                        ", outside 0.." + std::to_string(bound - 1));
-        }
-    }
-}
-
 Batch batch_of(const StepTensors& step, const LayerTensors& layer, const LayerStep& own) {
     const GroupTensors& group = step.groups[layer.group];
     const bool whole = layer.window == std::numeric_limits<int64_t>::max() && !own.context_lens;

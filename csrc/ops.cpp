@@ -14,6 +14,8 @@ constexpr int64_t kGrainValues = 1 << 15;  // below this many values, waking a t
 
 int64_t grain(int64_t values_per_row) { return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(1, values_per_row)); }
 
+}  // namespace
+
 void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound) {
     for (int64_t i = 0; i < count; i++) {
         if (index[i] < 0 || index[i] >= bound) {
@@ -22,8 +24,6 @@ void check_range(const char* name, const int64_t* index, int64_t count, int64_t 
         }
     }
 }
-
-}  // namespace
 
 void rms_norm(DType dtype, const NormArgs& args, int64_t rows, int threads) {
     parallel_ranges(rows, grain(args.heads * args.dim), threads,

@@ -6,6 +6,8 @@
 
 namespace pagoda {
 
+// Raises unless all of `index` is within 0..bound - 1.
+void check_range(const char* name, const int64_t* index, int64_t count, int64_t bound);
 // Slots of rows that are about to be written, and the staged copies of their blocks.
 void check_slots(const Pool& pool, const int64_t* slots, int64_t rows);
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "activations.h"
-#include "ahead.h"
 #include "attention_plan.h"
 #include "isa.h"
+#include "weights_ahead.h"
 
 namespace pagoda {
 
@@ -277,7 +277,7 @@ private:
     const StepTensors& step_;
     const Activations& m_;
     Team::Member member_;
-    Ahead ahead_;
+    WeightsAhead ahead_;
     const TileTable& tiles_;
     int64_t rows_;
     float* residual_;

@@ -7,6 +7,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "prefetch.h"
 #include "types.h"
 
 #if defined(__AVX2__)
@@ -40,13 +41,6 @@ inline T smaller(T a, T b) {
 template <typename T>
 inline T larger(T a, T b) {
     return a > b ? a : b;
-}
-
-// Asks for the cache line of `p`. GCC takes a function that only prefetches for one that does nothing, and leaves its calls out;
-// not one with a statement of assembly.
-inline void prefetch_line(const void* p) {
-    __builtin_prefetch(p);
-    __asm__ volatile("");
 }
 
 inline Vec splat(float x) { return x - Vec{}; }

@@ -1,12 +1,14 @@
-// What a thread will read next, asked for while it waits.
+// The weights that a thread will read next, asked for while it waits.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "prefetch.h"
+
 namespace pagoda {
 
-class Ahead {
+class WeightsAhead {
 public:
     // From now on that are these bytes, of two places in turns.
     void begin(const char* first, const char* second, int64_t bytes) {
@@ -18,18 +20,12 @@ public:
 
     void some() {
         for (int i = 0; i < kLines && at_ < end_; i++, at_ += kLine) {
-            prefetch_line(first_ + at_);
-            if (second_) prefetch_line(second_ + at_);
+            prefetch_line<2>(first_ + at_);
+            if (second_) prefetch_line<2>(second_ + at_);
         }
     }
 
 private:
-    // Into the L2 cache; the statement of assembly is what vec.h says.
-    static void prefetch_line(const char* p) {
-        __builtin_prefetch(p, 0, 2);
-        __asm__ volatile("");
-    }
-
     static constexpr int64_t kLine = 64, kLines = 4, kMost = 512 << 10;  // well inside an L2 cache
 
     const char *first_ = nullptr, *second_ = nullptr;
