@@ -63,23 +63,14 @@ int64_t amx_scratch_bytes(int64_t head_dim) {
 }
 
 inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
-    const float unit = 1.0f / (float)mix_order(head_dim);
+    const int64_t head_dim = a.pool.head_dim;
     alignas(64) bf16 rows[kTileSide * 256];
     for (int64_t begin = t.row_begin; begin < t.row_end; begin += kTileSide) {
         const int count = (int)smaller<int64_t>(kTileSide, t.row_end - begin);
         for (int r = 0; r < count; r++) {
-            const int64_t row = begin + r;
-            const bf16* from = (const bf16*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
-                               (t.kv_head * group + row % group) * a.q_head_stride;
-            if (!scaled_by_row(a.pool.keys)) {
-                memcpy(rows + r * head_dim, from, head_dim * sizeof(bf16));
-                continue;
-            }
-            alignas(64) float mixed[256];
-            for (int64_t i = 0; i < head_dim; i += kWidth) store(mixed + i, load(from + i) * unit);
-            mix(mixed, head_dim);
-            for (int64_t i = 0; i < head_dim; i += kWidth) store(rows + r * head_dim + i, load(mixed + i));
+            bf16* row = rows + r * head_dim;
+            const bf16* from = tile_query(a, t, t.kv_head, begin + r, row);
+            if (from != row) memcpy(row, from, head_dim * sizeof(bf16));
         }
         pack_right_operand(rows, head_dim, count, head_dim, to);
         to += kTileSide * head_dim;

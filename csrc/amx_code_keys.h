@@ -125,13 +125,10 @@ private:
             }
             return;
         }
-        const int64_t group = a_.num_heads / a_.pool.num_kv_heads;
         for (int64_t d = 0; d < head_dim_; d += kTileDepth) {
             __m512i r[kFew] = {};
             for (int64_t i = 0; i < rows_; i++) {
-                const int64_t row = t_.row_begin + i;
-                const bf16* from = (const bf16*)a_.q + (t_.first_token_row + row / group) * a_.q_row_stride +
-                                   ((t_.kv_head + head) * group + row % group) * a_.q_head_stride;
+                const bf16* from = query_at<bf16>(a_, t_, t_.kv_head + head, t_.row_begin + i);
                 r[column + i] = _mm512_permutexvar_epi32(square_order(), _mm512_loadu_si512(from + d));
             }
             transpose4(r);

@@ -54,26 +54,28 @@ struct DecodeScratch {
 
 inline int64_t quads_of(int64_t rows) { return (rows + kQuad - 1) / kQuad; }
 
-// Where keys are mixed queries are too, and rounded again.
+// The query of a row as tiles take it: as it lies, or, where keys are mixed, mixed too and rounded again into `room`, [head_dim].
+inline const bf16* tile_query(const AttentionArgs& a, const Tile& t, int kv_head, int64_t row, bf16* room) {
+    const bf16* from = query_at<bf16>(a, t, kv_head, row);
+    if (!scaled_by_row(a.pool.keys)) return from;
+    const int64_t head_dim = a.pool.head_dim;
+    const float unit = 1.0f / (float)mix_order(head_dim);
+    alignas(64) float mixed[kMaxCodedDim];
+    for (int64_t d = 0; d < head_dim; d += kWidth) store(mixed + d, load(from + d) * unit);
+    mix(mixed, head_dim);
+    for (int64_t d = 0; d < head_dim; d += kWidth) store(room + d, load(mixed + d));
+    return room;
+}
+
 inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
-    const bool mixed = scaled_by_row(a.pool.keys);
-    alignas(64) float x[kMaxCodedDim];
-    alignas(64) bf16 rounded[kMaxCodedDim];
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim, quads = quads_of(t.row_end - t.row_begin);
+    alignas(64) bf16 room[kMaxCodedDim];
+    const int64_t head_dim = a.pool.head_dim, quads = quads_of(t.row_end - t.row_begin);
     memset(to, 0, t.num_kv_heads * quads * kQuad * head_dim * sizeof(bf16));
     for (int h = 0; h < t.num_kv_heads; h++, to += quads * kQuad * head_dim) {
-        for (int64_t row = t.row_begin; row < t.row_end; row++) {
-            const int64_t r = row - t.row_begin;
-            const bf16* from = (const bf16*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
-                               ((t.kv_head + h) * group + row % group) * a.q_head_stride;
-            if (mixed) {
-                const float unit = 1.0f / (float)mix_order(head_dim);
-                for (int64_t d = 0; d < head_dim; d += kWidth) store(x + d, load(from + d) * unit);
-                mix(x, head_dim);
-                for (int64_t d = 0; d < head_dim; d += kWidth) store(rounded + d, load(x + d));
-                from = rounded;
-            }
-            for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + r / kQuad * kQuad * head_dim + d * kQuad + 2 * (r % kQuad), from + d, 2 * sizeof(bf16));
+        for (int64_t r = 0; r < t.row_end - t.row_begin; r++) {
+            const bf16* from = tile_query(a, t, t.kv_head + h, t.row_begin + r, room);
+            bf16* quad = to + r / kQuad * kQuad * head_dim + 2 * (r % kQuad);
+            for (int64_t d = 0; d < head_dim; d += 2) memcpy(quad + d * kQuad, from + d, 2 * sizeof(bf16));
         }
     }
 }

@@ -187,15 +187,20 @@ inline void softmax_step(float* scores, int count, float& top, float& total, flo
     total += sum(sums);
 }
 
+// The query of a row of a KV head, which has as many for each token as there are heads for it.
+template <typename T>
+inline const T* query_at(const AttentionArgs& a, const Tile& t, int kv_head, int64_t row) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    return (const T*)a.q + (t.first_token_row + row / group) * a.q_row_stride + (kv_head * group + row % group) * a.q_head_stride;
+}
+
 template <typename T>
 inline void load_queries(const AttentionArgs& a, const Tile& t, int kv_head, int64_t row_begin, int64_t rows, float* q) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    const int64_t head_dim = a.pool.head_dim;
     const bool mixed = scaled_by_row(a.pool.keys);  // then queries are too: their products with keys stay what they were
     const float scale = query_scale(a) / (float)(mixed ? mix_order(head_dim) : 1);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t row = row_begin + r;
-        const T* from = (const T*)a.q + (t.first_token_row + row / group) * a.q_row_stride +
-                        (kv_head * group + row % group) * a.q_head_stride;
+        const T* from = query_at<T>(a, t, kv_head, row_begin + r);
         for_each_vector(head_dim, [&](int64_t i, int64_t lanes) {
             store(q + r * padded(head_dim) + i, load_lanes(from + i, lanes) * scale);
         });
