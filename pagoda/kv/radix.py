@@ -199,6 +199,7 @@ class RadixTree(RadixIndex):
             self._queues.place(upper, node.priority, node.expires_at)
         node.parent.attach(node.key, upper)
         node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[:, columns:].copy()
+        upper.names, node.names = node.names[:columns].copy(), node.names[columns:].copy()
         node.depth += at
         upper.attach(first_block_key(node.tokens, self.block_size), node)
         self._own(upper, upper.blocks[0])
@@ -344,6 +345,7 @@ class RadixTree(RadixIndex):
             self._queues.first.on_evict(leaf, columns * self.block_size)
             leaf.tokens = _head(leaf.tokens, columns * self.block_size)
             leaf.blocks = leaf.blocks[:, :columns].copy()
+            leaf.names = leaf.names[:columns].copy()
         return ids
 
     def _remove(self, leaf: Node) -> None:
@@ -384,6 +386,7 @@ class RadixTree(RadixIndex):
             self._slid[node.account].pop(node, None)
         gone = node.blocks[:, at // self.block_size :]
         node.tokens, node.blocks = node.tokens[:at].copy(), node.blocks[:, : at // self.block_size].copy()
+        node.names = node.names[: at // self.block_size].copy()
         ids: BlockIds = gone[gone != ABSENT]
         return ids
 

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
@@ -22,6 +23,7 @@ from pagoda.kv.keys import Scope
 
 TokenArray = npt.NDArray[np.integer]
 ABSENT = np.int32(-1)
+NO_NAMES = np.empty(0, dtype=np.int64)
 
 
 class Node:
@@ -37,6 +39,7 @@ class Node:
         "expires_at",
         "key",
         "last_access",
+        "names",
         "note",
         "num_hits",
         "parent",
@@ -56,6 +59,7 @@ class Node:
         self.created = self.last_access = now
         self.num_hits = 0
         self.queued = False
+        self.names = NO_NAMES
         self.note = 0.0
         self.account: int = 0 if parent is None else parent.account
         self.priority = DEFAULT_PRIORITY
@@ -115,6 +119,7 @@ class Root(Node):
         super().__init__(np.empty(0, dtype=np.int32), np.empty((num_groups, 0), dtype=np.int32), None, 0, now)
         self.scope = scope
         self.account = account
+        self.names = np.frombuffer(blake2b(scope.to_bytes(), digest_size=8).digest(), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

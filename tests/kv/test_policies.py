@@ -198,17 +198,17 @@ def test_the_index_sees_a_reuse_coming() -> None:
 
 
 def one_block(monitor: ReuseMonitor, block: int, name: int, now: int) -> None:
-    monitor.insert(np.array([block], dtype=np.int32), 0, np.array([name, name]), 0, -1, now)
+    monitor.insert(np.array([block], dtype=np.int32), 0, np.array([name]), now)
 
 
 def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures() -> None:
     """A block enters every tick; every second one comes back after 100 ticks, evicted or not."""
     for evicts in (False, True):
-        monitor = ReuseMonitor(block_size=2, num_blocks=4096)
+        monitor = ReuseMonitor(num_blocks=4096)
         for now in range(1, 4001):
             one_block(monitor, now, now, now)
             if evicts:
-                monitor.evict(np.array([now], dtype=np.int32))
+                monitor.evict(np.array([now], dtype=np.int32), np.array([now]))
             if now > 100 and now % 2:
                 if evicts:
                     one_block(monitor, now - 100, now - 100, now)
@@ -220,23 +220,10 @@ def test_the_monitor_measures_chances_and_does_not_take_the_young_for_failures()
         assert new[[at - 3, at + 3]] == pytest.approx(0, abs=0.03)
 
 
-def test_a_block_that_comes_back_is_known_by_all_before_it() -> None:
-    monitor = ReuseMonitor(block_size=2, num_blocks=8)
-    monitor.insert(np.array([7], dtype=np.int32), 0, np.array([0, 0]), 0, -1, 1)
-    assert monitor._uses[7] == 1
-    ids = np.arange(2, dtype=np.int32)
-    monitor.insert(ids, 0, np.array([1, 1, 5, 5]), 0, -1, 1)
-    monitor.evict(ids)
-    for first, num_uses in (2, 1), (1, 2):  # behind another block, and behind its own
-        monitor.insert(ids[:1], 0, np.array([first, first]), 0, -1, 2)
-        monitor.insert(ids, 1, np.array([5, 5]), 2, 0, 3)
-        assert monitor._uses[1] == num_uses
-
-
 def test_the_monitor_forgets_the_oldest_uses() -> None:
-    monitor = ReuseMonitor(block_size=2, num_blocks=64)
+    monitor = ReuseMonitor(num_blocks=64)
     ids = np.arange(64, dtype=np.int32)
-    monitor.insert(ids, 0, np.arange(128), 0, -1, 1)
+    monitor.insert(ids, 0, np.arange(64), 1)
     for now in range(2, 2 + RING_SIZE // 64 + 10):
         monitor.hit(ids, now)
     often = kind_of_reused(1000)
@@ -290,11 +277,16 @@ def test_the_monitor_remembers_uses_after_eviction() -> None:
 
 
 def test_absent_blocks_are_not_counted() -> None:
-    monitor = ReuseMonitor(block_size=2, num_blocks=8)
-    monitor.insert(np.array([-1, -1, 3, 4], dtype=np.int32), 0, np.arange(8), 0, -1, 1)
+    monitor = ReuseMonitor(num_blocks=8)
+    names = np.arange(1, 5)
+    ids = np.array([1, -1, -1, 4], dtype=np.int32)
+    monitor.insert(ids, 0, names, 1)
     for now in range(2, 50):
-        monitor.hit(np.array([-1, -1, 3, 4], dtype=np.int32), now)
+        monitor.hit(ids[1:], now)
     assert monitor.chances(50)[kind_of_reused(5), 0] > 0.9
+    monitor.evict(ids, names)
+    monitor.insert(np.arange(4, dtype=np.int32), 0, names, 51)
+    assert monitor._uses[:4].tolist() == [2, 1, 1, 50]
 
 
 def test_the_default_keeps_what_comes_back_through_scans() -> None:

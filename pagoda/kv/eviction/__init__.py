@@ -4,6 +4,7 @@
     segmented.py  SLRU, S3-FIFO: two queues
     queues.py     Queues: one policy's order apart by share and by priority
     reuse.py      ReuseRate, the default: learns who comes back, and when
+    names.py      BlockNames: how a policy knows a block again
 
 Other packages add policies under the entry-point group `pagoda.eviction_policies`: a name and a callable without
 arguments that returns an EvictionPolicy. Built-in names come first.

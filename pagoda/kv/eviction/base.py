@@ -4,7 +4,7 @@
          ── on_insert, on_hit, on_evict ──> whatever the policy wants to learn
 
 The tree offers only what may go (leaves that no request holds), so a policy never thinks about structure.
-A policy serves one tree: it keeps that tree's candidates and may write `note` on its nodes.
+A policy serves one tree: it keeps that tree's candidates and may write `note` and `names` on its nodes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Evictable(Protocol):
     num_hits: int
     queued: bool  # the policy's: whether it has the leaf among its candidates
     note: float  # the policy's: nothing else reads it, and both parts of a split node keep it
+    names: npt.NDArray[np.int64]  # the policy's: one a block, or none at all; at the top of a scope one, the scope's
     account: int  # whose share it is charged to
     priority: int  # 0 to 100; lower ones go first
     expires_at: float  # when it has the default priority again, in the cache's seconds

@@ -2,8 +2,7 @@
 
     insert, hit ──> per block   how often it was used, its kind, the number of its latest use
                └──> ring        the last 2^16 uses: kind, tick, tick of the same block's next use if it came
-    evict ────────> ghosts      by a hash of its tokens and all before them: the same of a block that left, so that
-                                coming back counts
+    evict ────────> ghosts      by its name: the same of a block that left, so that coming back counts
 
 A use without a next one counts as "not yet" at its present age, so young uses do not look like failures (the
 product-limit estimate of Kaplan and Meier, 1958). A block's kind says what could be known when it was last used:
@@ -23,6 +22,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.kv.eviction.names import Names
+
 NUM_AGES = 48  # two to an octave of ticks
 RING_SIZE = 1 << 16
 NUM_GHOSTS = 1 << 19
@@ -41,7 +42,6 @@ BlockIds = npt.NDArray[np.int32]
 _RING = RING_SIZE - 1
 _GHOST = NUM_GHOSTS - 1
 _NONE = -RING_SIZE - 1  # the number of no use
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def age_bucket(age: int) -> int:
@@ -63,13 +63,13 @@ class ReuseMonitor:
     """Counts uses of the blocks of a pool and estimates their chance of reuse by kind and age.
 
     Attributes:
-        kind: of each block by id, uint8; the entry at -1 stands for absent blocks and means nothing.
+        kind: of each block by id, uint8; the entry at -1, of absent blocks, which have no uses, means nothing.
     """
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.kind = np.zeros(num_blocks + 1, dtype=np.uint8)
-        self._blocks = np.zeros((num_blocks + 1, 3), dtype=np.int64)
-        self._names, self._uses, self._latest = self._blocks.T  # views
+        self._blocks = np.zeros((num_blocks + 1, 2), dtype=np.int64)
+        self._uses, self._latest = self._blocks.T  # views
         self._latest[:] = _NONE  # the number of the block's latest use
         self._kinds = np.zeros(RING_SIZE, dtype=np.uint8)
         self._born = np.zeros(RING_SIZE, dtype=np.int64)
@@ -77,30 +77,25 @@ class ReuseMonitor:
         self._num_uses = 0
         self._stride = max(1, SPAN * num_blocks // RING_SIZE)
         self._skip = 0
-        self._ghosts = np.zeros((NUM_GHOSTS, 3), dtype=np.int64)  # as above, each where its name says
-        self._weights = _mix(np.arange(1, block_size + 1, dtype=np.uint64)) | np.uint64(1)
+        self._ghosts = np.zeros(NUM_GHOSTS, dtype=np.int64)  # names, each where it says
+        self._ghost_blocks = np.zeros((NUM_GHOSTS, 2), dtype=np.int64)  # as above
 
-    def insert(
-        self, ids: BlockIds, start: int, tokens: npt.NDArray[np.integer], depth: int, above: int, now: int
-    ) -> None:
+    def insert(self, ids: BlockIds, start: int, names: Names, now: int) -> None:
         """Count a first use, or one after eviction, of the last blocks of a node.
 
         Args:
             ids: of the whole node.
             start: the first of them that is new to the cache.
-            tokens: of the blocks from there on.
-            depth: tokens before those.
-            above: the block before those, -1 if there is none.
+            names: of the blocks from there on.
             now: the tick.
         """
         entered = ids[start:]
-        names = self._hash(tokens, depth, above)
-        ghosts = self._ghosts[names & _GHOST]
-        known = (ghosts[:, 0] == names).nonzero()[0]
-        self._names[entered] = names
+        at = names & _GHOST
+        known = (self._ghosts[at] == names).nonzero()[0]
         self._uses[entered] = 1
+        self._uses[-1] = 0
         if known.size:
-            _, uses, latest = ghosts[known].T
+            uses, latest = self._ghost_blocks[at[known]].T
             self._end(latest, now)
             self._reuse(entered[known], uses)
         old = (self._uses[ids] > 1).nonzero()[0]
@@ -122,12 +117,14 @@ class ReuseMonitor:
 
     def _reuse(self, ids: BlockIds, before: npt.NDArray[np.int64]) -> None:
         self._uses[ids] = before + 1
+        self._uses[-1] = 0
         self.kind[ids] = np.minimum(before, MOST_USES - 1) + NUM_SIZES
 
-    def evict(self, ids: BlockIds) -> None:
+    def evict(self, ids: BlockIds, names: Names) -> None:
         """Remember blocks that leave."""
-        leaving = self._blocks[ids]
-        self._ghosts[leaving[:, 0] & _GHOST] = leaving
+        at = names & _GHOST
+        self._ghosts[at] = names
+        self._ghost_blocks[at] = self._blocks[ids]
 
     def chances(self, now: int) -> npt.NDArray[np.float64]:
         """For each kind and age bucket, the chance that a block that old is used before it is older than the bucket.
@@ -164,26 +161,3 @@ class ReuseMonitor:
 
     def _end(self, numbers: npt.NDArray[np.int64], now: int) -> None:
         self._reused[numbers[numbers >= self._num_uses - RING_SIZE] & _RING] = now
-
-    def _hash(self, tokens: npt.NDArray[np.integer], depth: int, above: int) -> npt.NDArray[np.int64]:
-        """64 bits for each block, from its tokens and their places, summed up with those of the blocks before it.
-
-        Enough to tell statistics apart, not for identity.
-        """
-        size = self._weights.size
-        num_blocks = -(-tokens.size // size)
-        padded = tokens.astype(np.uint64)
-        if tokens.size < num_blocks * size:
-            padded = np.concatenate([padded, np.zeros(num_blocks * size - tokens.size, dtype=np.uint64)])
-        places = np.arange(1, num_blocks + 1, dtype=np.uint64) + np.uint64(depth // size)  # an empty ghost is called 0
-        own = _mix(padded.reshape(num_blocks, size) @ self._weights + places * _MULTIPLIER)
-        if above >= 0:
-            own[:1] += self._names[above : above + 1].view(np.uint64)
-        return own.cumsum(dtype=np.uint64).view(np.int64)
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection that spreads every bit over the upper and the lower half."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pagoda.kv.eviction.base import Evictable, Policy
 from pagoda.kv.eviction.monitor import NUM_KINDS, WIDTHS, ReuseMonitor, age_bucket
+from pagoda.kv.eviction.names import BlockNames
 
 CLEARLY_WORSE = 0.8  # of the index of the least recently used
 RELEARN_TICKS = 1024
@@ -51,7 +52,8 @@ class ReuseRate(Policy):
     def bind(self, block_size: int, num_blocks: int) -> None:
         """Start to serve a tree."""
         super().bind(block_size, num_blocks)
-        self._monitor = ReuseMonitor(block_size, num_blocks)
+        self._monitor = ReuseMonitor(num_blocks)
+        self._names = BlockNames(block_size)
 
     def sibling(self) -> Self:
         """One that goes by what this one learns."""
@@ -137,10 +139,8 @@ class ReuseRate(Policy):
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """Count a first use, or one after eviction."""
-        ids, first = node.blocks[0], start // self.block_size
-        before = ids[:first] if first or node.parent is None else node.parent.blocks[0]
-        above = int(before[-1]) if before.size else -1
-        self._monitor.insert(ids, first, node.tokens[start:], node.depth + start, above, now)
+        names = self._names.extend(node, start)
+        self._monitor.insert(node.blocks[0], start // self.block_size, names, now)
         self._advance(now)
 
     def on_hit(self, node: Evictable, now: int) -> None:
@@ -150,7 +150,8 @@ class ReuseRate(Policy):
 
     def on_evict(self, node: Evictable, start: int) -> None:
         """Remember what leaves."""
-        self._monitor.evict(node.blocks[0, start // self.block_size :])
+        first = start // self.block_size
+        self._monitor.evict(node.blocks[0, first:], node.names[first:])
 
     def _advance(self, now: int) -> None:
         self._now = now

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import numpy as np
-
 from pagoda.kv.eviction.base import Evictable, Policy
 from pagoda.kv.eviction.keys import LRU
+from pagoda.kv.eviction.names import BlockNames
 
 PROTECTED_SHARE = 0.8
 SMALL_SHARE = 0.1
@@ -55,6 +54,11 @@ class S3FIFO(Policy):
         self._main: OrderedDict[Evictable, None] = OrderedDict()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
+    def bind(self, block_size: int, num_blocks: int) -> None:
+        """Start to serve a tree."""
+        super().bind(block_size, num_blocks)
+        self._names = BlockNames(block_size)
+
     def offer(self, leaf: Evictable) -> None:
         """Queue a leaf, unless it is queued. Its note is the credit it has: hits since it was last looked at."""
         if not leaf.queued:
@@ -88,7 +92,8 @@ class S3FIFO(Policy):
 
     def on_insert(self, node: Evictable, start: int, now: int) -> None:
         """Give credit to what was here before."""
-        if start == 0 and self._ghosts.pop(self._name(node), 0) is None:
+        first = int(self._names.extend(node, start)[0])
+        if start == 0 and self._ghosts.pop(first, 0) is None:
             node.note = 1
 
     def on_hit(self, node: Evictable, now: int) -> None:
@@ -98,14 +103,6 @@ class S3FIFO(Policy):
     def on_evict(self, node: Evictable, start: int) -> None:
         """Remember what leaves."""
         if start == 0:
-            self._ghosts[self._name(node)] = None
+            self._ghosts[int(node.names[0])] = None
             if len(self._ghosts) > NUM_GHOSTS:
                 self._ghosts.popitem(last=False)
-
-    def _name(self, node: Evictable) -> int:
-        """By its first block and all before it."""
-        parts, above = [node.tokens[: self.block_size]], node.parent
-        while above is not None:
-            parts.append(above.tokens)
-            above = above.parent
-        return hash(b"".join(part.astype(np.int64).tobytes() for part in reversed(parts)))
