@@ -119,7 +119,7 @@ WITHIN_KV: dict[str, tuple[str, ...]] = {
     "hierarchy": ("fetcher", "frequency", "keys", "layout", "transfer", "write_queue", *TIER_PROTOCOL),
     "restore": ("fetch", "lease", "radix_node", "transfer"),
     "prefetch": ("fetch", "fetcher", "keys"),
-    "observe": ("lease", *LEAVES),
+    "observe": ("lease", "lineage", *LEAVES),
     "view": LEAVES,
     "ages": ("allocator",),
     "block_map": ("allocator", "retention"),

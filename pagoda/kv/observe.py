@@ -13,7 +13,7 @@ at worst spoil an explanation.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from pagoda.kv.allocator import BlockIds
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease, RestoreReport
+from pagoda.kv.lineage import PUBLIC
 from pagoda.kv.radix import RadixTree
 from pagoda.kv.radix_node import Match, TokenArray
 
@@ -77,7 +78,7 @@ class Explanation:
         cached: what the cache had there instead, if it diverged.
         differs: the scope's fields that differ, if another scope has it.
         restore: what came of asking the tiers for what the device missed; None if they were not asked.
-        num_purges: what had been purged by then: `cached` may be among what was purged later.
+        num_purges: of what its tenant may see, by then: `cached` may be among what was purged later.
         num_blended_tokens: that missed, and were reused from passages that were computed alone.
     """
 
@@ -113,13 +114,10 @@ class MissLog:
 
     Args:
         only_whole: whether the tree keeps no partly filled blocks.
-
-    Attributes:
-        num_purges: how often something was purged.
     """
 
     def __init__(self, tree: RadixTree, num_blocks: int, only_whole: bool = False) -> None:
-        self.num_purges = 0
+        self._num_purges: Counter[str] = Counter()  # by namespace
         self._tree = tree
         self._only_whole = only_whole
         self._hashes: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
@@ -143,6 +141,14 @@ class MissLog:
         while len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
+    def on_purge(self, namespace: str) -> None:
+        """Something of a namespace is purged."""
+        self._num_purges[namespace] += 1
+
+    def _purges_seen_by(self, scope: Scope) -> int:
+        """How often something was purged that requests of a scope may have been told of."""
+        return self._num_purges[scope.namespace] + self._num_purges[PUBLIC.namespace]
+
     def forget(self) -> None:
         """Remember no eviction: what was evicted is of no use to anyone any more."""
         self._ghosts.clear()
@@ -157,7 +163,8 @@ class MissLog:
 
         def because(reason: MissReason, eviction: Eviction | None = None, cached: tuple[int, ...] = ()) -> Explanation:
             told = Explanation(int(tokens.size), known, known, reason, eviction, before, asked, cached)
-            return replace(told, num_purges=self.num_purges) if self.num_purges else told
+            num_purges = self._purges_seen_by(scope)
+            return replace(told, num_purges=num_purges) if num_purges else told
 
         if known == tokens.size - 1:
             return because(MissReason.NONE)
@@ -220,7 +227,7 @@ class MissLog:
 
     def still_cached(self, facts: Explanation, tokens: TokenArray, scope: Scope) -> Explanation:
         """The facts of a prompt, without the text of another that may have been purged since: it is not there now."""
-        if not facts.cached or facts.num_purges == self.num_purges:
+        if not facts.cached or facts.num_purges == self._purges_seen_by(scope):
             return facts
         shown = np.concatenate((tokens[: facts.missed_at], np.array(facts.cached, dtype=tokens.dtype)))
         for segment in self._tree.lineages.of(shown, scope):

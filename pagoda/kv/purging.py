@@ -38,7 +38,7 @@ class Purging(Books):
         def is_inside(scope: Scope) -> bool:
             return replace(scope, after=b"") == where if isinstance(where, Scope) else scope.namespace == where
 
-        self.misses.num_purges += 1
+        self.misses.on_purge(where.namespace if isinstance(where, Scope) else where)
         tokens = np.empty(0, dtype=np.int32) if prefix is None else prefix
         gone = []
         for scope in [scope for scope in self._tree.scopes() if is_inside(scope)]:

@@ -146,6 +146,8 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         tiers: dict[str, dict[str, int]] = {}
         if fields.request_id is not None:
             count = await engine.manage(partial(_purge_request, fields.request_id))
+            if served.responses.drop_response(fields.request_id):
+                count = count or 0
         elif fields.names_all:
             tenant = fields.tenant or ""
             is_known = tenant in ("", *await engine.manage(lambda cache: cache.tenants()))

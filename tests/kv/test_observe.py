@@ -122,6 +122,22 @@ def test_nothing_is_told_of_another_tenant() -> None:
     assert set(told.cached).isdisjoint(PROMPT.tolist())
 
 
+def test_a_purge_is_of_no_concern_to_other_tenants() -> None:
+    """What the asking tenant had there was evicted since, not purged: it may be told still."""
+    bench, asked = LeaseBench(), seq(range(8), range(500, 520))
+    bench.run(seq(range(30)))
+    misses = bench.cache.misses
+    facts = misses.facts(asked, SCOPE, bench.cache.lookup(asked, SCOPE).match)
+    bench.flood()
+    bench.cache.purge("someone else")
+    later = seq(range(600, 620))
+    assert explain(bench, later).num_purges == 0
+    assert misses.still_cached(facts, asked, SCOPE).cached == facts.cached != ()
+    bench.cache.purge(SCOPE, seq(range(12)))
+    assert misses.still_cached(facts, asked, SCOPE).cached == ()
+    assert explain(bench, later).num_purges == 1
+
+
 def test_without_tenants_salts_are_not_told_of() -> None:
     bench = LeaseBench()
     bench.run(PROMPT, Scope("", salt="s"))

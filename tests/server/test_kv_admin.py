@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 
@@ -193,6 +194,22 @@ async def test_a_request_is_purged_by_its_id(folder: Path) -> None:
         assert later.status_code == 404  # what the server remembers of it is gone too
         gone = await live.http.post("/v1/kv/purge", json={"request_id": answer["id"]}, headers=ADMIN)
         assert gone.status_code == 404
+
+
+async def test_a_purge_of_a_response_or_its_tenant_ends_the_conversation(folder: Path) -> None:
+    async with serve(folder, admin_key="root") as live:
+
+        async def go_on(previous: str | None) -> httpx.Response:
+            body = {"input": "The tide turns at the harbour.", "max_output_tokens": 1}
+            return await live.http.post("/v1/responses", json=body | {"previous_response_id": previous}, headers=A)
+
+        ids: list[str] = []
+        for _ in range(3):
+            ids.append((await go_on(ids[-1] if ids else None)).json()["id"])
+        assert await purge(live, request_id=ids[1]) > 0
+        assert [(await go_on(name)).status_code for name in ids] == [200, 404, 404]
+        assert await purge(live, tenant="acme") > 0
+        assert (await go_on(ids[0])).status_code == 404
 
 
 @pytest.mark.parametrize("evicted", [False, True])

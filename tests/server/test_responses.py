@@ -9,7 +9,7 @@ import pytest
 
 from pagoda.server.auth import ApiKeys
 from pagoda.server.openai import response_store
-from pagoda.server.openai.response_store import ResponseStore
+from pagoda.server.openai.response_store import Conversation, ResponseStore, Shelf
 
 from .conftest import Live, run_server
 from .fake_backend import FakeBackend
@@ -112,15 +112,44 @@ async def test_bad_requests(live: Live, change: dict[str, Any], words: str) -> N
 
 def test_the_store_is_bounded_and_forgets_the_longest_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
-    store = ResponseStore()
+    shelf = Shelf()
     for name in "abc":
-        store.put("t", name, ({"role": "user", "content": name},), 1)
-    assert store.get("t", "a") is not None
-    store.put("t", "d", ({"role": "user", "content": "d"},), 1)
-    assert [store.get("t", name) is not None for name in "abcd"] == [True, False, True, True]
+        shelf.put(conversation(name), 1)
+    assert shelf.get("a") is not None
+    shelf.put(conversation("d"), 1)
+    assert kept(shelf, "abcd") == "acd"
     monkeypatch.setattr(response_store, "MAX_CHARS", 100)
-    store.put("t", "e", ({"role": "user", "content": "e" * 60},), 1)
-    assert [store.get("t", name) is not None for name in "acde"] == [False, False, False, True]
+    shelf.put(conversation("e", num_chars=60), 1)
+    assert kept(shelf, "acde") == "e"
+
+
+def test_what_is_dropped_takes_along_what_goes_on_from_it() -> None:
+    store = ResponseStore()
+    for name in "a", "ab", "abc", "ad", "e":
+        store.shelf("t").put(conversation(name), 1)
+    store.shelf("u").put(conversation("x"), 1)
+    assert store.drop_response("b")
+    assert kept(store.shelf("t"), "abcde") == "ade"
+    assert not store.drop_response("b")
+    store.drop("t")
+    assert kept(store.shelf("t"), "ade") == ""
+    assert kept(store.shelf("u"), "x") == "x"
+
+
+def test_a_conversation_whose_tenant_is_dropped_while_it_is_made_is_not_kept() -> None:
+    store = ResponseStore()
+    shelf = store.shelf("t")
+    store.drop("t")
+    shelf.put(conversation("a"), 1)
+    assert kept(store.shelf("t"), "a") == ""
+
+
+def conversation(ids: str, num_chars: int = 1) -> Conversation:
+    return Conversation(tuple({"role": "user", "content": name * num_chars} for name in ids), tuple(ids))
+
+
+def kept(shelf: Shelf, ids: str) -> str:
+    return "".join(name for name in ids if shelf.get(name) is not None)
 
 
 # -- prompt_cache_key and prompt_cache_retention, everywhere -----------------------------------------------------------

@@ -38,13 +38,12 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
         job, wording = await asyncio.to_thread(prepare_completion, served, body, request.state.namespace)
         return await respond(request, served, job, wording)
 
-    store = served.responses
-
     @router.post("/responses")
     async def responses(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        job = await asyncio.to_thread(prepare_response, served, store, body, request.state.namespace)
-        return await respond_response(request, served, store, job)
+        shelf = served.responses.shelf(request.state.namespace)
+        job = await asyncio.to_thread(prepare_response, served, shelf, body, request.state.namespace)
+        return await respond_response(request, served, shelf, job)
 
     @router.get("/models")
     async def models() -> Response:

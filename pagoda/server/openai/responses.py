@@ -30,7 +30,7 @@ from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served, blend_usage
-from pagoda.server.openai.response_store import Message, ResponseStore
+from pagoda.server.openai.response_store import Conversation, Message, Shelf
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
 from pagoda.server.passages import FIELD as PASSAGE
 from pagoda.server.passages import Passages
@@ -55,13 +55,13 @@ class ResponsesRequest(GenerationRequest):
 
 @dataclass(frozen=True)
 class ResponseJob:
-    """What to run. `messages` are the conversation without instructions; the last `num_new` came with this request."""
+    """What to run. `earlier` and `new` are the conversation without instructions; `new` came with this request."""
 
     id: str
     model: str
     request: ResponsesRequest
-    messages: tuple[Message, ...]
-    num_new: int
+    earlier: Conversation
+    new: tuple[Message, ...]
     prompt: Sequence[int]
     params: SamplingParams
     scope: Scope
@@ -69,7 +69,7 @@ class ResponseJob:
     blend: BlendSpec | None
 
 
-def prepare_response(served: Served, store: ResponseStore, body: bytes, namespace: str) -> ResponseJob:
+def prepare_response(served: Served, shelf: Shelf, body: bytes, namespace: str) -> ResponseJob:
     """Parse, render and tokenize a request. Takes time in proportion to the body: call it from a thread.
 
     Raises:
@@ -89,7 +89,7 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         raise InvalidRequest("n must be 1", param="n")
     given = _given(request.input)
     new = normalize_messages(given)
-    earlier = _earlier(store, namespace, request.previous_response_id)
+    earlier = _earlier(shelf, request.previous_response_id)
     start = start_of(served, namespace, request, [_tool(tool) for tool in request.tools or ()])
     if request.cached_content is not None and request.instructions:
         raise InvalidRequest("instructions are part of the cached content: leave them out", param="instructions")
@@ -99,7 +99,7 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     def encode(
         messages: Sequence[Any], passages: Passages, add_generation_prompt: bool = False
     ) -> tuple[list[int], tuple[Span, ...]]:
-        whole = [*system, *start.messages, *earlier, *normalize_messages(messages, passages)]
+        whole = [*system, *start.messages, *earlier.messages, *normalize_messages(messages, passages)]
         shown = passages.hide_tools(tools, "tools") if tools else None
         text = tokenizer.render_chat(whole, shown, add_generation_prompt)
         if shown and add_generation_prompt:
@@ -117,8 +117,8 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
         id=new_id("resp"),
         model=model,
         request=request,
-        messages=(*earlier, *new),
-        num_new=len(new),
+        earlier=earlier,
+        new=tuple(new),
         prompt=prompt,
         params=params,
         scope=Scope(namespace, start.cache_salt),
@@ -127,14 +127,14 @@ def prepare_response(served: Served, store: ResponseStore, body: bytes, namespac
     )
 
 
-def _earlier(store: ResponseStore, namespace: str, response_id: str | None) -> tuple[Message, ...]:
+def _earlier(shelf: Shelf, response_id: str | None) -> Conversation:
     if response_id is None:
-        return ()
-    messages = store.get(namespace, response_id)
-    if messages is None:
+        return Conversation()
+    earlier = shelf.get(response_id)
+    if earlier is None:
         message = f"Response {response_id[:200]!r} is not kept here: this server keeps a bounded number, in memory."
         raise HttpError(404, "previous_response_not_found", message, param="previous_response_id")
-    return messages
+    return earlier
 
 
 def _given(given: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function, PASSAGE: tool.get(PASSAGE)}
 
 
-async def respond_response(request: Request, served: Served, store: ResponseStore, job: ResponseJob) -> Response:
+async def respond_response(request: Request, served: Served, shelf: Shelf, job: ResponseJob) -> Response:
     """Run a job and keep its conversation. A refusal, or the client leaving, raises before any status is sent.
 
     Raises:
@@ -205,7 +205,7 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
             )
         ]
     )
-    answer = _Answer(job, store, served.engine.tokenizer)
+    answer = _Answer(job, shelf, served.engine.tokenizer)
     headers = id_headers(job.id)
     if job.request.stream:
 
@@ -225,9 +225,9 @@ async def respond_response(request: Request, served: Served, store: ResponseStor
 class _Answer:
     """The response as it grows. An EventEncoder."""
 
-    def __init__(self, job: ResponseJob, store: ResponseStore, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: ResponseJob, shelf: Shelf, tokenizer: Tokenizer) -> None:
         self._job = job
-        self._store = store
+        self._shelf = shelf
         self._tokenizer = tokenizer
         self._completion = Completion(0)
         self._output: RequestOutput | None = None
@@ -246,8 +246,8 @@ class _Answer:
             raise RequestAborted("The request was aborted: the server is shutting down.")
         if self._job.request.store is not False and not self._job.request.is_prewarm:
             answer = {"role": "assistant", "content": self._completion.text}
-            messages = (*self._job.messages, answer)
-            self._store.put(self._job.scope.namespace, self._job.id, messages, self._job.num_new + 1)
+            earlier, new = self._job.earlier, (*self._job.new, answer)
+            self._shelf.put(Conversation((*earlier.messages, *new), (*earlier.ids, self._job.id)), len(new))
         return self._response(self._status(), [] if self._job.request.is_prewarm else [self._item(self._status())])
 
     def _status(self) -> str:
