@@ -213,6 +213,8 @@ class DiskTier(Tier):
             stubs = [self._index.get(id) for id in ids]
             for stub in stubs:
                 if stub is not None:
+                    if is_over(stub, now):
+                        stub.segment.hold(stub)
                     stub.lease_until = until
                     try:
                         stub.segment.rewrite_entry(stub)
@@ -315,7 +317,7 @@ class DiskTier(Tier):
 
     def _link(self, stub: Stub) -> None:
         self._index[stub.id] = stub
-        stub.segment.stubs[stub.slot] = stub
+        stub.segment.hold(stub)
         self._payload_bytes += stub.num_bytes
         self._accounts.charge(stub.owner, stub.cost)
 

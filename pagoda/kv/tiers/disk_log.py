@@ -129,7 +129,7 @@ class SegmentLog:
     def free_dead(self, now: float, retire: Retire) -> None:
         """Give the disk back the files in which no record is left, or none whose time is not over; the active stays."""
         for segment in self._used[:-1]:
-            if all(is_over(stub, now) for stub in segment.stubs.values()):
+            if segment.is_dead(now):
                 self._tally.add("evicted", len(segment.stubs))
                 retire(segment, [])
                 try:
@@ -148,7 +148,7 @@ class SegmentLog:
             if isinstance(item, Damage):
                 self._tally.add(item.reason)
             else:
-                segment.stubs[item.slot] = item
+                segment.hold(item)
         if segment.sequence:
             self._used.append(segment)
         else:

@@ -26,7 +26,7 @@ import numpy as np
 from pagoda.kv.keys import OWNER_BYTES, OwnerTag
 from pagoda.kv.tiers.checksum import BEST, available, checksum
 from pagoda.kv.tiers.direct_io import BLOCK, BouncePool, align_up, open_direct, read_run, write_blocks
-from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, Record, RecordId
+from pagoda.kv.tiers.records import RECORD_ID_BYTES, ByteArray, Record, RecordId, is_over
 
 _MAGIC = b"PAGODASG"
 _VERSION = 2
@@ -101,7 +101,7 @@ class Segment:
     """One segment file. Not thread-safe, but for `read`.
 
     Attributes:
-        stubs: its records, by slot. The tier adds and removes them.
+        stubs: its records, by slot. The tier adds them with `hold`, and removes them.
         readers: reads under way; the tier counts them, and blanks the segment only when there are none.
         sequence: when it was begun, in order of all segments; 0 while blank.
     """
@@ -109,6 +109,7 @@ class Segment:
     def __init__(self, path: Path, geometry: Geometry) -> None:
         self.path = path
         self.stubs: dict[int, Stub] = {}
+        self._to_end: list[Stub] = []  # every record whose time is not over, and some others
         self.readers = 0
         self.sequence = 0
         self._geometry = geometry
@@ -171,8 +172,23 @@ class Segment:
         self._write_front(0, bytes(BLOCK))
         self._write_front(BLOCK, bytes(self._geometry.data_start - BLOCK))
         self.stubs.clear()
+        self._to_end.clear()
         self.sequence, self._nonce = 0, b""
         self._next_slot, self._next_offset = 0, self._geometry.data_start
+
+    def hold(self, stub: Stub) -> None:
+        """Add a record; again where its time was over and no longer is."""
+        self.stubs[stub.slot] = stub
+        self._to_end.append(stub)
+
+    def is_dead(self, now: float) -> bool:
+        """Whether no record is left, or none whose time is not over. Amortized O(1): each record is passed by once."""
+        while self._to_end:
+            stub = self._to_end[-1]
+            if self.stubs.get(stub.slot) is stub and not is_over(stub, now):
+                return False
+            self._to_end.pop()
+        return True
 
     def seal(self) -> None:
         """Take no more records: its table or payloads are in doubt."""

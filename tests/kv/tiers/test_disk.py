@@ -16,8 +16,8 @@ from pagoda.errors import ConfigError, TierUnavailable
 from pagoda.kv.tiers import checksum, disk_segment
 from pagoda.kv.tiers.disk import DiskTier, usual_segment_bytes
 from pagoda.kv.tiers.disk_log import SegmentLog
-from pagoda.kv.tiers.disk_segment import ENTRY_BYTES, Geometry, Segment
-from pagoda.kv.tiers.records import Corrupt, Deleted, Failed, Found, Missing, Reason, Rejected, Stored
+from pagoda.kv.tiers.disk_segment import ENTRY_BYTES, Geometry, Segment, Stub
+from pagoda.kv.tiers.records import Corrupt, Deleted, Failed, Found, Missing, Reason, Rejected, Stored, is_over
 from tests.kv.tiers.kit import KIB, Clock, get, record, rid, tag
 
 SEGMENT = 64 * KIB
@@ -363,6 +363,35 @@ def test_what_holds_nothing_any_more_is_given_back_to_the_disk(tmp_path: Path) -
     with open_tier(tmp_path, clock) as again:
         assert again.lookup([rid(999)]) == [Found(8 * KIB)]
         assert damage(again.stats()) == {}
+
+
+def test_whether_a_segment_is_dead_is_not_asked_of_every_record_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, num_asked = Clock(), 0
+
+    def counted(stub: Stub, now: float) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return is_over(stub, now)
+
+    monkeypatch.setattr(disk_segment, "is_over", counted)
+    with DiskTier(tmp_path, 20 << 20, segment_bytes=4 << 20, clock=clock) as tier:
+        tier.put([record(n, expires_at=0.0 if n == 200 else clock.now + 5) for n in range(400)])
+        tier.put([record(n) for n in range(400, 600)])  # these fill the first segment and begin another
+        clock.now += 6
+        tier.delete([rid(n) for n in range(400, 600)])
+        num_asked = 0
+        for number in range(1000, 1100):
+            tier.put([record(number)])
+        assert num_asked < 1000
+        files = bytes_on_disk(tmp_path)
+        assert tier.set_lease([rid(7)], clock.now + 9) == [Found(8 * KIB)]
+        tier.delete([rid(200)])
+        assert bytes_on_disk(tmp_path) == files  # the leased one holds its segment
+        clock.now += 10
+        tier.put([record(2000)])
+        assert bytes_on_disk(tmp_path) < files
 
 
 def test_a_disk_full_from_the_start_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
