@@ -5,6 +5,8 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import TypeGuard
 
+from pagoda.errors import InvalidRequest
+
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Whether it is a whole number, Python's or NumPy's, and no bool."""
@@ -14,3 +16,13 @@ def is_integer(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a number, Python's or NumPy's, and no bool; it may be infinite or NaN."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require(ok: bool, message: str, *, param: str) -> None:
+    """Refuse what a caller gave for `param`, unless `ok`.
+
+    Raises:
+        InvalidRequest: with the message.
+    """
+    if not ok:
+        raise InvalidRequest(message, param=param)

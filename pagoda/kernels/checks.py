@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
 from pagoda.kernels.types import FLOATS, KV_FORMATS, KVView, Staging
 
-if TYPE_CHECKING:
-    from pagoda.kernels.recall import Recall
-
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
     """`x` `[..., dim]` with a contiguous last dimension, `weight` `[dim]`, `residual` like `x`."""
-    _check_float("x", x)
+    check_float("x", x)
     if x.dim() < 2 or x.dim() > 3 or weight.shape != x.shape[-1:]:
-        raise KernelError(f"rms_norm needs x [rows, (heads,) dim] and weight [dim]; got {_show(x)} and {_show(weight)}")
+        raise KernelError(f"rms_norm needs x [rows, (heads,) dim] and weight [dim]; got {show(x)} and {show(weight)}")
     if weight.dtype != x.dtype:
         raise KernelError(f"x is {x.dtype} but weight is {weight.dtype}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise KernelError(f"residual must be like x; got {_show(residual)} and {_show(x)}")
-    _check_rows("weight", weight)
-    _check_rows("x", x)
+        raise KernelError(f"residual must be like x; got {show(residual)} and {show(x)}")
+    check_rows("weight", weight)
+    check_rows("x", x)
     if residual is not None:
-        _check_rows("residual", residual)
+        check_rows("residual", residual)
 
 
 def check_gate_up(gate_up: torch.Tensor) -> None:
     """`[rows, 2 * inter]`, the last dimension contiguous."""
-    _check_float("gate_up", gate_up)
+    check_float("gate_up", gate_up)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise KernelError(f"a gated product needs [rows, 2 * inter]; got {_show(gate_up)}")
-    _check_rows("gate_up", gate_up)
+        raise KernelError(f"a gated product needs [rows, 2 * inter]; got {show(gate_up)}")
+    check_rows("gate_up", gate_up)
 
 
 def check_values(values: torch.Tensor) -> None:
     """float32 `[rows, width]`, contiguous, with a column."""
     if values.dim() != 2 or values.shape[1] == 0 or values.dtype != torch.float32 or not values.is_contiguous():
-        raise KernelError(f"argmax needs contiguous float32 [rows, width], width > 0; got {_show(values)}")
+        raise KernelError(f"argmax needs contiguous float32 [rows, width], width > 0; got {show(values)}")
 
 
 def check_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> None:
     """`x` `[rows, in]`, `weight` `[out, in]`, `bias` `[out]`, of one dtype but for codes."""
     if isinstance(weight, Int8Matrix):
         _check_codes(weight)
-        found, fits = _show(weight.codes), x.dtype in FLOATS
+        found, fits = show(weight.codes), x.dtype in FLOATS
     elif isinstance(weight, CompactMatrix):
         found, fits = f"{list(weight.shape)} compact", x.dtype == torch.bfloat16
     else:
-        found, fits = _show(weight), x.dtype == weight.dtype
+        found, fits = show(weight), x.dtype == weight.dtype
     if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1] or not fits:
         raise KernelError(
             "linear needs x [rows, in] and weight [out, in] of one dtype, or int8, or compact with an x of bfloat16; "
-            f"got {_show(x)}, {found}"
+            f"got {show(x)}, {found}"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
-        raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {_show(bias)}")
+        raise KernelError(f"bias must be [{weight.shape[0]}] {x.dtype}; got {show(bias)}")
 
 
 def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -66,32 +61,32 @@ def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: to
     check_view(view)
     num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
     for name, new in (("k", k), ("v", v)):
-        _check_float(name, new)
+        check_float(name, new)
         if new.dim() != 3 or new.shape[1] != num_kv_heads or new.shape[2] != head_dim:
-            raise KernelError(f"{name} must be [num_rows, {num_kv_heads}, {head_dim}]; got {_show(new)}")
-        _check_rows(name, new)
+            raise KernelError(f"{name} must be [num_rows, {num_kv_heads}, {head_dim}]; got {show(new)}")
+        check_rows(name, new)
     if k.shape[0] != v.shape[0] or k.dtype != v.dtype:
-        raise KernelError(f"k is {_show(k)} and v {_show(v)}")
+        raise KernelError(f"k is {show(k)} and v {show(v)}")
     if view.staging is not None and view.staging.keys.dtype != k.dtype:
         raise KernelError(f"staged blocks are {view.staging.keys.dtype} and k is {k.dtype}")
-    _check_index("slot_mapping", slot_mapping, torch.int64, k.shape[0])
+    check_index("slot_mapping", slot_mapping, torch.int64, k.shape[0])
 
 
 def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> None:
     """`q` like `k` but for its heads; float32 tables `[max_pos, head_dim / 2]` or `[max_pos, head_dim]`."""
     if q.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
-        raise KernelError(f"q must be [{k.shape[0]}, num_heads, {k.shape[2]}] {k.dtype}; got {_show(q)}")
-    _check_rows("q", q)
+        raise KernelError(f"q must be [{k.shape[0]}, num_heads, {k.shape[2]}] {k.dtype}; got {show(q)}")
+    check_rows("q", q)
     head_dim = q.shape[2]
     if head_dim % 2 or cos.dim() != 2 or cos.shape[1] not in (head_dim // 2, head_dim) or cos.shape != sin.shape:
         raise KernelError(
-            f"cos and sin must be [max_pos, {head_dim // 2}] or [max_pos, {head_dim}]; got {_show(cos)}, {_show(sin)}"
+            f"cos and sin must be [max_pos, {head_dim // 2}] or [max_pos, {head_dim}]; got {show(cos)}, {show(sin)}"
         )
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise KernelError(f"cos and sin must be float32; got {cos.dtype} and {sin.dtype}")
-    _check_rows("cos", cos)
-    _check_rows("sin", sin)
-    _check_index("positions", positions, torch.int64, q.shape[0])
+    check_rows("cos", cos)
+    check_rows("sin", sin)
+    check_index("positions", positions, torch.int64, q.shape[0])
 
 
 def check_turn(
@@ -102,11 +97,11 @@ def check_turn(
     if not view.is_plain(view.keys.dtype):
         raise KernelError(f"only plain keys and values can be turned; these are {view.keys.dtype}, {view.values.dtype}")
     rows = sources.numel()
-    _check_index("sources", sources, torch.int64, rows)
-    _check_index("targets", targets, torch.int64, rows)
+    check_index("sources", sources, torch.int64, rows)
+    check_index("targets", targets, torch.int64, rows)
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape != (rows, view.head_dim // 2) or table.dtype != torch.float32 or not table.is_contiguous():
-            raise KernelError(f"{name} must be a contiguous [{rows}, {view.head_dim // 2}] float32; got {_show(table)}")
+            raise KernelError(f"{name} must be a contiguous [{rows}, {view.head_dim // 2}] float32; got {show(table)}")
 
 
 def check_attention(
@@ -122,13 +117,13 @@ def check_attention(
     """The arguments of `paged_attention`."""
     check_view(view)
     num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
-    _check_float("q", q)
+    check_float("q", q)
     if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
-        raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}]; got {_show(q)}")
-    _check_rows("q", q)
+        raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}]; got {show(q)}")
+    check_rows("q", q)
     num_requests = context_lens.numel()
-    _check_index("context_lens", context_lens, torch.int32, num_requests)
-    _check_index("query_start", query_start, torch.int32, num_requests + 1)
+    check_index("context_lens", context_lens, torch.int32, num_requests)
+    check_index("query_start", query_start, torch.int32, num_requests + 1)
     check_block_table(block_table, num_requests)
     check_places(places, q.shape[0])
     if window is not None and window < 1:
@@ -144,12 +139,12 @@ def check_view(view: KVView) -> None:
         if codes.dtype not in KV_FORMATS:
             raise KernelError(f"{name} are {codes.dtype}; known: {', '.join(map(str, KV_FORMATS))}")
         if codes.dim() != 4:
-            raise KernelError(f"{name} must be [num_blocks, num_kv_heads, block_size, head_dim]; got {_show(codes)}")
-        _check_rows(name, codes)
+            raise KernelError(f"{name} must be [num_blocks, num_kv_heads, block_size, head_dim]; got {show(codes)}")
+        check_rows(name, codes)
     num_blocks, num_kv_heads, block_size, width = values.shape
     head_dim = 2 * width if values.dtype == torch.uint8 else width
     if keys.shape[:3] != values.shape[:3] or view.head_dim != head_dim:
-        raise KernelError(f"keys and values must be of one shape; got {_show(keys)} and {_show(values)}")
+        raise KernelError(f"keys and values must be of one shape; got {show(keys)} and {show(values)}")
     if (staging is not None) != (keys.dtype == torch.uint8):
         raise KernelError("keys in four bits need staged blocks, and no others do")
     by_row, by_channel = (num_blocks, num_kv_heads, block_size), (num_blocks, num_kv_heads, head_dim)
@@ -169,67 +164,21 @@ def _check_scales(
     for (what, kind), got in zip(wanted.items(), (scales, zeros), strict=True):
         if (None if got is None else got.dtype) != kind or (got is not None and got.shape != shape):
             needs = "none" if kind is None else f"{list(shape)} {str(kind).removeprefix('torch.')}"
-            raise KernelError(f"{name}_{what} of {dtype} must be {needs}; got {'none' if got is None else _show(got)}")
+            raise KernelError(f"{name}_{what} of {dtype} must be {needs}; got {'none' if got is None else show(got)}")
         if got is not None:
-            _check_rows(f"{name}_{what}", got)
+            check_rows(f"{name}_{what}", got)
 
 
 def _check_staging(staging: Staging, view: KVView) -> None:
     num_blocks, num_kv_heads, block_size, _ = view.keys.shape
-    _check_index("slot_of", staging.slot_of, torch.int32, num_blocks)
+    check_index("slot_of", staging.slot_of, torch.int32, num_blocks)
     for name, part in (("staged keys", staging.keys), ("staged values", staging.values)):
-        _check_float(name, part)
+        check_float(name, part)
         if part.shape[1:] != (num_kv_heads, block_size, view.head_dim) or part.dtype != staging.keys.dtype:
             raise KernelError(
-                f"{name} must be [num_staged, {num_kv_heads}, {block_size}, {view.head_dim}]; got {_show(part)}"
+                f"{name} must be [num_staged, {num_kv_heads}, {block_size}, {view.head_dim}]; got {show(part)}"
             )
-        _check_rows(name, part)
-
-
-def check_recall(recall: Recall) -> None:
-    """See Recall."""
-    sketches, columns, resident, view, entries = (
-        recall.sketches,
-        recall.columns,
-        recall.resident,
-        recall.view,
-        recall.entries,
-    )
-    check_view(view)
-    num_kv_heads, head_dim = view.keys.shape[1], view.head_dim
-    _check_float("sketches", sketches)
-    if sketches.dim() != 3 or sketches.shape[0] != num_kv_heads:
-        raise KernelError(f"sketches must be [{num_kv_heads}, width, units]; got {_show(sketches)}")
-    _check_rows("sketches", sketches)
-    _, width, num_units = sketches.shape
-    if columns is None and width != 2 * head_dim:
-        raise KernelError(f"sketches of bounds must be {2 * head_dim} wide; got {_show(sketches)}")
-    asked = (num_kv_heads, head_dim, width)
-    if columns is not None and (columns.shape != asked or not _is_plain(columns, torch.float32)):
-        raise KernelError(f"columns must be a contiguous float32 {list(asked)}; got {_show(columns)}")
-    if resident.dim() != 2 or resident.shape[0] != num_kv_heads or not _is_plain(resident, torch.int64):
-        raise KernelError(f"resident must be a contiguous int64 [{num_kv_heads}, places]; got {_show(resident)}")
-    if not 0 < resident.shape[1] <= num_units or recall.unit < 1 or view.is_quantized:
-        raise KernelError("recall needs a place, a unit for each place, tokens in units, and views in full")
-    if entries.dim() != 4 or (entries.shape[0], *entries.shape[2:]) != (num_kv_heads, 2, head_dim):
-        raise KernelError(f"entries must be [{num_kv_heads}, slots, 2, {head_dim}]; got {_show(entries)}")
-    if not entries[0, 0].is_contiguous():
-        raise KernelError("the key and the value of an entry must lie side by side")
-    _check_index("fetched", recall.fetched, torch.int64, num_kv_heads)
-    _check_index("slots", recall.slots, torch.int64, num_units * recall.unit)
-    _check_index("table", recall.table, torch.int32, recall.table.numel())
-
-
-def check_asked(queries: torch.Tensor, recall: Recall) -> None:
-    """`queries` `[n * num_kv_heads, head_dim]`."""
-    _check_float("queries", queries)
-    num_kv_heads, head_dim = recall.view.keys.shape[1], recall.view.head_dim
-    if queries.dim() != 2 or queries.shape[1] != head_dim or queries.shape[0] % num_kv_heads:
-        raise KernelError(f"queries must be [n * {num_kv_heads}, {head_dim}]; got {_show(queries)}")
-
-
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype and tensor.is_contiguous()
+        check_rows(name, part)
 
 
 def check_step(
@@ -241,11 +190,11 @@ def check_step(
 ) -> None:
     """Indices of a step: int64 per row and per wanted row, int32 per request."""
     num_rows, num_requests = token_ids.numel(), context_lens.numel()
-    _check_index("token_ids", token_ids, torch.int64, num_rows)
-    _check_index("positions", positions, torch.int64, num_rows)
-    _check_index("query_start", query_start, torch.int32, num_requests + 1)
-    _check_index("context_lens", context_lens, torch.int32, num_requests)
-    _check_index("logits_rows", logits_rows, torch.int64, logits_rows.numel())
+    check_index("token_ids", token_ids, torch.int64, num_rows)
+    check_index("positions", positions, torch.int64, num_rows)
+    check_index("query_start", query_start, torch.int32, num_requests + 1)
+    check_index("context_lens", context_lens, torch.int32, num_requests)
+    check_index("logits_rows", logits_rows, torch.int64, logits_rows.numel())
 
 
 def check_layer_step(
@@ -253,57 +202,61 @@ def check_layer_step(
 ) -> None:
     """int32 per request and int64 per row, if there are any."""
     if context_lens is not None:
-        _check_index("context_lens", context_lens, torch.int32, num_requests)
+        check_index("context_lens", context_lens, torch.int32, num_requests)
     if slots is not None:
-        _check_index("slots", slots, torch.int64, num_rows)
+        check_index("slots", slots, torch.int64, num_rows)
 
 
 def check_places(places: torch.Tensor | None, num_rows: int) -> None:
     """int32 per row, if there are any."""
     if places is not None:
-        _check_index("places", places, torch.int32, num_rows)
+        check_index("places", places, torch.int32, num_rows)
 
 
 def check_kept(rows: torch.Tensor, num_rows: int) -> None:
     """int64 per row that goes on."""
-    _check_index("rows", rows, torch.int64, num_rows)
+    check_index("rows", rows, torch.int64, num_rows)
 
 
 def check_tables(block_table: torch.Tensor, slot_mapping: torch.Tensor, num_requests: int, num_rows: int) -> None:
     """One layer group's int32 `[num_requests, max_blocks]` and int64 `[num_rows]`."""
     check_block_table(block_table, num_requests)
-    _check_index("slot_mapping", slot_mapping, torch.int64, num_rows)
+    check_index("slot_mapping", slot_mapping, torch.int64, num_rows)
 
 
 def check_block_table(block_table: torch.Tensor, num_requests: int) -> None:
     """int32 `[num_requests, max_blocks]`, each request's ids contiguous."""
     if block_table.dim() != 2 or block_table.shape[0] != num_requests or block_table.dtype != torch.int32:
-        raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {_show(block_table)}")
-    _check_rows("block_table", block_table)
+        raise KernelError(f"block_table must be [{num_requests}, max_blocks] int32; got {show(block_table)}")
+    check_rows("block_table", block_table)
 
 
 def _check_codes(weight: Int8Matrix) -> None:
     codes, scales = weight.codes, weight.scales
     if codes.dtype != torch.int8 or not codes.is_contiguous():
-        raise KernelError(f"codes must be contiguous int8; got {_show(codes)}")
+        raise KernelError(f"codes must be contiguous int8; got {show(codes)}")
     if scales.dtype != torch.float32 or scales.shape != codes.shape[:1] or not scales.is_contiguous():
-        raise KernelError(f"scales must be a contiguous float32 [{codes.shape[0]}]; got {_show(scales)}")
+        raise KernelError(f"scales must be a contiguous float32 [{codes.shape[0]}]; got {show(scales)}")
 
 
-def _check_float(name: str, tensor: torch.Tensor) -> None:
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Of a dtype that kernels compute in."""
     if tensor.dtype not in FLOATS:
         raise KernelError(f"{name} must be float32, bfloat16 or float16; got {tensor.dtype}")
 
 
-def _check_rows(name: str, tensor: torch.Tensor) -> None:
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Its last dimension contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelError(f"the last dimension of {name} must be contiguous; its strides are {tensor.stride()}")
 
 
-def _check_index(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
+def check_index(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
+    """A contiguous `[length]`."""
     if tensor.dim() != 1 or tensor.shape[0] != length or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise KernelError(f"{name} must be a contiguous [{length}] {dtype}; got {_show(tensor)}")
+        raise KernelError(f"{name} must be a contiguous [{length}] {dtype}; got {show(tensor)}")
 
 
-def _show(tensor: torch.Tensor) -> str:
+def show(tensor: torch.Tensor) -> str:
+    """Shape and dtype, for messages."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

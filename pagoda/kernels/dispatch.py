@@ -328,5 +328,5 @@ def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     Raises:
         KernelError: wrong shapes, dtypes or strides, or ids out of range; then nothing is written.
     """
-    checks.check_asked(queries, recall)
+    recall.check_queries(queries)
     _backend_for(recall.view.keys).recall_entries(queries, recall)

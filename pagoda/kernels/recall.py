@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.errors import KernelError
-from pagoda.kernels import checks
+from pagoda.kernels.checks import check_float, check_index, check_rows, check_view, show
 from pagoda.kernels.types import KVView
 
 
@@ -53,7 +53,37 @@ class Recall:
     stay: float
 
     def __post_init__(self) -> None:
-        checks.check_recall(self)
+        sketches, columns, resident, entries = self.sketches, self.columns, self.resident, self.entries
+        check_view(self.view)
+        num_kv_heads, head_dim = self.view.keys.shape[1], self.view.head_dim
+        check_float("sketches", sketches)
+        if sketches.dim() != 3 or sketches.shape[0] != num_kv_heads:
+            raise KernelError(f"sketches must be [{num_kv_heads}, width, units]; got {show(sketches)}")
+        check_rows("sketches", sketches)
+        _, width, num_units = sketches.shape
+        if columns is None and width != 2 * head_dim:
+            raise KernelError(f"sketches of bounds must be {2 * head_dim} wide; got {show(sketches)}")
+        asked = (num_kv_heads, head_dim, width)
+        if columns is not None and (columns.shape != asked or not _is_plain(columns, torch.float32)):
+            raise KernelError(f"columns must be a contiguous float32 {list(asked)}; got {show(columns)}")
+        if resident.dim() != 2 or resident.shape[0] != num_kv_heads or not _is_plain(resident, torch.int64):
+            raise KernelError(f"resident must be a contiguous int64 [{num_kv_heads}, places]; got {show(resident)}")
+        if not 0 < resident.shape[1] <= num_units or self.unit < 1 or self.view.is_quantized:
+            raise KernelError("recall needs a place, a unit for each place, tokens in units, and views in full")
+        if entries.dim() != 4 or (entries.shape[0], *entries.shape[2:]) != (num_kv_heads, 2, head_dim):
+            raise KernelError(f"entries must be [{num_kv_heads}, slots, 2, {head_dim}]; got {show(entries)}")
+        if not entries[0, 0].is_contiguous():
+            raise KernelError("the key and the value of an entry must lie side by side")
+        check_index("fetched", self.fetched, torch.int64, num_kv_heads)
+        check_index("slots", self.slots, torch.int64, num_units * self.unit)
+        check_index("table", self.table, torch.int32, self.table.numel())
+
+    def check_queries(self, queries: torch.Tensor) -> None:
+        """`queries` `[n * num_kv_heads, head_dim]`."""
+        check_float("queries", queries)
+        num_kv_heads, head_dim = self.view.keys.shape[1], self.view.head_dim
+        if queries.dim() != 2 or queries.shape[1] != head_dim or queries.shape[0] % num_kv_heads:
+            raise KernelError(f"queries must be [n * {num_kv_heads}, {head_dim}]; got {show(queries)}")
 
     @property
     def only_copies(self) -> bool:
@@ -128,6 +158,10 @@ def recall_entries(queries: torch.Tensor, recall: Recall) -> None:
     view.values[blocks, of_head, within] = rows[:, 1].to(view.values)
     resident[heads, places] = units
     recall.fetched.add_(heads.bincount(minlength=len(resident)))
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()
 
 
 def _check_ids(name: str, ids: torch.Tensor, bound: int) -> None:

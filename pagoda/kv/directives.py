@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagoda.errors import InvalidRequest
-from pagoda.kinds import is_integer, is_number
+from pagoda.kinds import is_integer, is_number, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,13 @@ class Directive:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        def check(ok: bool, message: str) -> None:
-            if not ok:
-                raise InvalidRequest(message, param="kv_retention")
-
         start, stop, priority, duration_s = self.start, self.stop, self.priority, self.duration_s
         is_range = is_integer(start) and start >= 0 and (stop is None or (is_integer(stop) and start < stop))
-        check(is_range, f"a range of tokens cannot go from {start!r} to {stop!r}")
-        check(is_integer(priority) and 0 <= priority <= 100, f"a priority is between 0 and 100, got {priority!r}")
+        require(is_range, f"a range of tokens cannot go from {start!r} to {stop!r}", param="kv_retention")
+        is_priority = is_integer(priority) and 0 <= priority <= 100
+        require(is_priority, f"a priority is between 0 and 100, got {priority!r}", param="kv_retention")
         is_time = duration_s is None or (is_number(duration_s) and 0 < duration_s < math.inf)
-        check(is_time, f"a duration is a number of seconds, got {duration_s!r}")
+        require(is_time, f"a duration is a number of seconds, got {duration_s!r}", param="kv_retention")
 
 
 @dataclass(frozen=True, slots=True)

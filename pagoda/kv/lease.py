@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.errors import InvalidRequest
-from pagoda.kinds import is_integer, is_number
+from pagoda.kinds import is_integer, is_number, require
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.directives import Directives
 from pagoda.kv.keys import Scope
@@ -56,15 +55,14 @@ class TierUse:
     lossy: bool | None = None
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, message: str) -> None:
-            if not ok:
-                raise InvalidRequest(f"{name} must be {message}, got {getattr(self, name)!r}", param=f"tiers.{name}")
-
-        most, wait_s = self.max_restored_tokens, self.wait_s
-        check(most is None or (is_integer(most) and most >= 0), "max_restored_tokens", "0 or more")
-        check(wait_s is None or (is_number(wait_s) and wait_s >= 0), "wait_s", "0 or more")
-        check(isinstance(self.store, bool), "store", "true or false")
-        check(self.lossy is None or isinstance(self.lossy, bool), "lossy", "true or false")
+        most, wait_s, store, lossy = self.max_restored_tokens, self.wait_s, self.store, self.lossy
+        is_limit = most is None or (is_integer(most) and most >= 0)
+        require(is_limit, f"max_restored_tokens must be 0 or more, got {most!r}", param="tiers.max_restored_tokens")
+        is_time = wait_s is None or (is_number(wait_s) and wait_s >= 0)
+        require(is_time, f"wait_s must be 0 or more, got {wait_s!r}", param="tiers.wait_s")
+        require(isinstance(store, bool), f"store must be true or false, got {store!r}", param="tiers.store")
+        is_flag = lossy is None or isinstance(lossy, bool)
+        require(is_flag, f"lossy must be true or false, got {lossy!r}", param="tiers.lossy")
 
     def patience_s(self, recompute_s: float) -> float:
         """How long to wait for the first blocks, where computing all that is asked for takes `recompute_s`."""
