@@ -224,6 +224,16 @@ async def test_every_answer_has_an_id_and_no_two_the_same(live: Live, client: an
     assert len(names - {None}) == 3
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", ""), ("POST", "/batches"), ("GET", "/batches/x"), ("DELETE", "/count_tokens")]
+)
+async def test_what_is_not_there_is_told_in_anthropics_shape_too(live: Live, method: str, path: str) -> None:
+    answer = await live.http.request(method, f"/v1/messages{path}")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
 async def test_a_failure_is_told_and_logged_by_the_id_of_what_failed(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:

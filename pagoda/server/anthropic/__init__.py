@@ -19,9 +19,12 @@ from fastapi.responses import JSONResponse, Response
 from pagoda.server.anthropic.errors import AnthropicRoute
 from pagoda.server.anthropic.messages import count_tokens, prepare_message, respond_message
 from pagoda.server.body import read_body
+from pagoda.server.errors import HttpError
 from pagoda.server.openai import Served
 
 __all__ = ["anthropic_router"]
+
+_OTHER_METHODS = ["GET", "PUT", "PATCH", "DELETE"]
 
 
 def anthropic_router(served: Served, max_body_bytes: int) -> APIRouter:
@@ -39,5 +42,10 @@ def anthropic_router(served: Served, max_body_bytes: int) -> APIRouter:
         body = await read_body(request, max_body_bytes)
         counted = await asyncio.to_thread(count_tokens, served, body, request.state.namespace)
         return JSONResponse({"input_tokens": counted})
+
+    @router.api_route("/messages/{rest:path}", methods=["POST", *_OTHER_METHODS])
+    @router.api_route("/messages", methods=_OTHER_METHODS)
+    async def unknown(request: Request) -> Response:
+        raise HttpError(404, "not_found", f"Not Found: {request.method} {request.url.path}")
 
     return router
