@@ -60,7 +60,7 @@ inline const bf16* tile_query(const AttentionArgs& a, const Tile& t, int kv_head
     if (!scaled_by_row(a.pool.keys)) return from;
     const int64_t head_dim = a.pool.head_dim;
     const float unit = 1.0f / (float)mix_order(head_dim);
-    alignas(64) float mixed[kMaxCodedDim];
+    alignas(64) float mixed[kMaxHeadDim];
     for (int64_t d = 0; d < head_dim; d += kWidth) store(mixed + d, load(from + d) * unit);
     mix(mixed, head_dim);
     for (int64_t d = 0; d < head_dim; d += kWidth) store(room + d, load(mixed + d));
@@ -68,7 +68,7 @@ inline const bf16* tile_query(const AttentionArgs& a, const Tile& t, int kv_head
 }
 
 inline void pack_few_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
-    alignas(64) bf16 room[kMaxCodedDim];
+    alignas(64) bf16 room[kMaxHeadDim];
     const int64_t head_dim = a.pool.head_dim, quads = quads_of(t.row_end - t.row_begin);
     memset(to, 0, t.num_kv_heads * quads * kQuad * head_dim * sizeof(bf16));
     for (int h = 0; h < t.num_kv_heads; h++, to += quads * kQuad * head_dim) {
@@ -211,6 +211,8 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
     Source source(a, t, stretch, s.widened);
     for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, stretch.end);
+        Seen by[kDecodeRows];
+        for (int64_t r = 0; r < rows; r++) by[r] = seen(a, t, stretch, t.row_begin + r, begin, end);
         for (int h = 0; h < t.num_kv_heads; h++) {
             const bool last = h + 1 == t.num_kv_heads;
             const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
@@ -224,7 +226,7 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
                 ahead.some();
                 if (source.key_scales()) multiply(scores, source.key_scales(), entries.count);
                 soft_cap(a, scores, kTileKeys);
-                mask(scores, seen(a, t, stretch, t.row_begin + r, begin, end), kTileKeys);
+                mask(scores, by[r], kTileKeys);
                 softmax_step(scores, kTileKeys, s.top[h * rows + r], s.sum[h * rows + r], acc + r * head_dim, head_dim);
                 if (!source.value_scales()) continue;
                 multiply(scores, source.value_scales(), entries.count);

@@ -1,7 +1,6 @@
 #include "attention_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -15,7 +14,7 @@ namespace {
 
 constexpr int64_t kMinPartKeys = 256;   // of one KV head; shorter parts cost more to merge than they balance
 constexpr int kMostHeads = 32;          // of a tile
-constexpr int64_t kTasksPerThread = 4;  // no task is longer than this share of a thread's work
+constexpr int64_t kTasksPerThread = 3;  // no task is longer than this share of a thread's work
 constexpr int64_t kTilesPerThread = 3;  // where there are rows for so many
 
 // A tile's time in units of one key against up to 16 rows.
@@ -38,7 +37,7 @@ struct Whole {
 struct SharedTile {
     const SharedPrefix* shared;
     Tile tile;
-    std::vector<Source> parts;
+    std::vector<Part> parts;
 };
 
 std::vector<SharedTile> shared_tiles(const AttentionArgs& args, const Batch& batch, int64_t rows_at_once) {
@@ -124,11 +123,11 @@ private:
     }
 
     // Adds the tile's parts as tasks with a place of their own for what they compute.
-    std::vector<Source> split(const Tile& t) {
+    std::vector<Part> split(const Tile& t) {
         const int64_t rows = t.num_kv_heads * (t.row_end - t.row_begin), keys = t.key_end - t.key_begin, parts = num_parts(t);
         const int64_t floats = rows * (head_dim_ + 1);
         float* next = plan_.partials.emplace_back(std::make_unique_for_overwrite<float[]>(parts * floats)).get();
-        std::vector<Source> sources;
+        std::vector<Part> result;
         auto begin_of = [&](int64_t part) {  // whole tiles, which are whole in their blocks too, where it is not the request's own end
             const int64_t at = t.key_begin + keys * part / parts;
             return part == 0 || part == parts ? at : at / kTileKeys * kTileKeys;
@@ -140,9 +139,9 @@ private:
             task.partial_out = next;
             task.partial_lse = next + rows * head_dim_;
             plan_.tasks.push_back(task);
-            sources.push_back({task.partial_out, task.partial_lse});
+            result.push_back({task.partial_out, task.partial_lse});
         }
-        return sources;
+        return result;
     }
 
     void add_own(const Whole& own) {
@@ -151,7 +150,7 @@ private:
             plan_.tasks.push_back(t);
             return;
         }
-        const std::vector<Source> parts = split(t);
+        const std::vector<Part> parts = split(t);
         for (int h = 0; !own.shared && h < t.num_kv_heads; h++) add_merge(t, h, t.row_begin, t.row_end, parts, {}, 0);
         for (const SharedTile& s : shared_) {
             if (s.shared != own.shared) continue;
@@ -165,13 +164,13 @@ private:
         }
     }
 
-    void add_merge(const Tile& t, int head, int64_t begin, int64_t end, const std::vector<Source>& own,
-                   const std::vector<Source>& shared, int64_t shared_row) {
-        const size_t first = plan_.sources.size();
-        auto add = [&](const Source& s, int64_t row) { plan_.sources.push_back({s.out + row * head_dim_, s.lse + row}); };
-        for (const Source& s : own) add(s, head * (t.row_end - t.row_begin) + begin - t.row_begin);
-        for (const Source& s : shared) add(s, shared_row);
-        plan_.merges.push_back({t.first_token_row, t.kv_head + head, begin, end, first, plan_.sources.size() - first});
+    void add_merge(const Tile& t, int head, int64_t begin, int64_t end, const std::vector<Part>& own,
+                   const std::vector<Part>& shared, int64_t shared_row) {
+        const int64_t first = std::ssize(plan_.parts);
+        auto add = [&](const Part& p, int64_t row) { plan_.parts.push_back({p.out + row * head_dim_, p.lse + row}); };
+        for (const Part& p : own) add(p, head * (t.row_end - t.row_begin) + begin - t.row_begin);
+        for (const Part& p : shared) add(p, shared_row);
+        plan_.merges.push_back({t.first_token_row, t.kv_head + head, begin, end, first, std::ssize(plan_.parts) - first});
     }
 
     int64_t head_dim_;
@@ -222,20 +221,6 @@ void check_shared(const AttentionArgs& args, const Batch& batch) {
     }
     if (batch.num_shared > 0 && args.window != std::numeric_limits<int64_t>::max()) {
         throw std::invalid_argument("a shared prefix cannot be combined with a window");
-    }
-}
-
-void store_as(DType dtype, void* to, int64_t index, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if (dtype == kF32) {
-        static_cast<float*>(to)[index] = value;
-    } else if (dtype == kBF16) {
-        const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-        static_cast<uint16_t*>(to)[index] = static_cast<uint16_t>((value == value ? rounded : bits | 0x400000) >> 16);
-    } else {
-        const _Float16 half = static_cast<_Float16>(value);
-        std::memcpy(static_cast<uint16_t*>(to) + index, &half, sizeof half);
     }
 }
 
@@ -336,25 +321,7 @@ void find_mass(DType dtype, const AttentionArgs& args, const MassTile& task) {
 }
 
 void merge(DType dtype, const AttentionArgs& args, const AttentionPlan& plan, const Merge& m) {
-    const int64_t group = args.num_heads / args.pool.num_kv_heads, head_dim = args.pool.head_dim;
-    const Source* sources = plan.sources.data() + m.first_source;
-    thread_local std::vector<float> value;
-    value.resize(head_dim);
-    for (int64_t r = 0; r < m.row_end - m.row_begin; r++) {
-        float top = -std::numeric_limits<float>::infinity(), sum = 0;
-        for (size_t p = 0; p < m.num_sources; p++) top = std::max(top, sources[p].lse[r]);
-        std::fill(value.begin(), value.end(), 0.0f);
-        for (size_t p = 0; p < m.num_sources; p++) {
-            const float weight = std::exp(sources[p].lse[r] - top);
-            const float* part = sources[p].out + r * head_dim;
-            for (int64_t i = 0; i < head_dim; i++) value[i] += weight * part[i];
-            sum += weight;
-        }
-        const int64_t row = m.row_begin + r;
-        const int64_t to = (m.first_token_row + row / group) * args.num_heads + m.kv_head * group + row % group;
-        for (int64_t i = 0; i < head_dim; i++) store_as(dtype, args.out, to * head_dim + i, value[i] / sum);
-        args.lse[to] = top + std::log(sum);
-    }
+    isa().merge_parts[dtype](args, m, plan.parts.data() + m.first_part);
 }
 
 }  // namespace pagoda

@@ -21,23 +21,10 @@
 
 namespace pagoda {
 
-// One part of some rows' attention: [rows, head_dim] normalised, and [rows].
-struct Source {
-    const float* out;
-    const float* lse;
-};
-
-struct Merge {
-    int64_t first_token_row;
-    int kv_head;
-    int64_t row_begin, row_end;
-    size_t first_source, num_sources;
-};
-
 struct AttentionPlan {
     std::vector<Tile> tasks;  // the longest first, so that the last to finish are short
     std::vector<Merge> merges;
-    std::vector<Source> sources;
+    std::vector<Part> parts;
     std::vector<std::unique_ptr<float[]>> partials;
 };
 

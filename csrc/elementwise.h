@@ -98,7 +98,7 @@ inline void put_entry(const PoolPart& part, int64_t head_dim, int64_t block, int
 template <typename T>
 inline void put_key(const PoolPart& part, int64_t head_dim, int64_t block, int64_t slot, int head, const T* from) {
     if (!scaled_by_row(part)) return put_entry(part, head_dim, block, slot, head, from);
-    alignas(64) float mixed[kMaxCodedDim];
+    alignas(64) float mixed[kMaxHeadDim];
     for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store(mixed + i, load_lanes(from + i, lanes)); });
     mix(mixed, head_dim);
     put_entry(part, head_dim, block, slot, head, mixed);
@@ -173,7 +173,7 @@ void rope_write_kv(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
     const WriteArgs& w = a.write;
     const Target to(w.pool);
     const int64_t head_dim = w.pool.head_dim, half = head_dim / 2;
-    alignas(64) T rotated[kMaxCodedDim];
+    alignas(64) T rotated[kMaxHeadDim];
     for (int64_t row = row_begin; row < row_end; row++) {
         const float* cos = a.cos + a.positions[row] * a.cos_row_stride;
         const float* sin = a.sin + a.positions[row] * a.sin_row_stride;

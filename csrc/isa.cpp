@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with PAGODA_ISA naming it and the compiler flags that allow it.
 #include "argmax.h"
+#include "attention_merge.h"
 #include "attention_tile.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -34,6 +35,7 @@ const IsaTable table = {
     .attention_scratch_bytes = Scratch::bytes,
     .attention = {attention<float>, attention<bf16>, attention<f16>},
 #endif
+    .merge_parts = {merge_parts<float>, merge_parts<bf16>, merge_parts<f16>},
     .attention_mass = {attention_mass<float>, attention_mass<bf16>, attention_mass<f16>},
     .sketch_margins = {sketch_margins<float>, sketch_margins<bf16>, sketch_margins<f16>},
     .kth_largest = kth_largest,

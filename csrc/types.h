@@ -47,7 +47,7 @@ struct Beside {
     int64_t block_stride, head_stride;
 };
 
-constexpr int kMaxCodedDim = 256;  // of heads that are stored as codes
+constexpr int kMaxHeadDim = 256;  // of attention, and of what is stored as codes
 
 // One layer's keys or values: [num_blocks, num_kv_heads, block_size, head_dim], the last dimension contiguous; half as long with two
 // codes to a byte.
@@ -160,6 +160,19 @@ struct Tile {
     // Where a split context leaves its part: [heads, rows, head_dim] normalised, and [heads, rows]. Null: write out and lse.
     float* partial_out;
     float* partial_lse;
+};
+
+// A part of some rows' attention: [rows, head_dim] normalised, and [rows].
+struct Part {
+    const float *out, *lse;
+};
+
+// Rows of a KV head, counted as a tile's, whose attention is in parts.
+struct Merge {
+    int64_t first_token_row;
+    int kv_head;
+    int64_t row_begin, row_end;
+    int64_t first_part, num_parts;
 };
 
 // KV entries of [key_begin, key_end), summed over all rows of a request and KV head.
@@ -298,6 +311,7 @@ struct IsaTable {
     int64_t attention_rows[kNumDTypes];  // most query rows of a tile
     int64_t (*attention_scratch_bytes)(int64_t head_dim);
     void (*attention[kNumDTypes])(const AttentionArgs&, const Tile&, void* scratch);
+    void (*merge_parts[kNumDTypes])(const AttentionArgs&, const Merge&, const Part* parts);
     void (*attention_mass[kNumDTypes])(const AttentionArgs&, const MassTile&, void* scratch);
     void (*sketch_margins[kNumDTypes])(const SketchArgs&, int64_t head, const float* queries, float* scores, float* margins);
     float (*kth_largest)(const float* values, int64_t n, int64_t k);
