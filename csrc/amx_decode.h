@@ -1,10 +1,12 @@
 // Decode attention on AMX over BF16 keys and values, or floats of eight bits that became BF16: up to sixteen rows of each KV head, the
 // heads of a tile one after the other.
 //
-//     scores [16 keys, rows]  = keys [16 keys, head_dim]  x  queries         keys as they lie are a left operand
-//     out    [rows, head_dim] = probabilities [rows, 64 keys]  x  values     two neighbours' values side by side are a right one
+//     scores [16 keys, rows]  = keys [16 keys, head_dim]  x  queries           keys as they lie are a left operand
+//     even [rows, 16 channels] += probabilities [rows, 16 keys x (p, 0)]  x  values    values as they lie are a right one whose depth is
+//     odd  [rows, 16 channels] += probabilities [rows, 16 keys x (0, p)]  x  values    keys x two channels: a zero leaves one of them out
 //
-// Reading is what takes time here: the next entries are asked for evenly, between what is computed with these.
+// So nothing is copied or turned. Reading is what takes time here: the next entries are asked for evenly, between what is computed with
+// these.
 #pragma once
 
 #include "amx.h"
@@ -13,17 +15,21 @@
 namespace pagoda::PAGODA_ISA {
 namespace {
 
-constexpr int kQuad = 4;  // rows that are a product's: columns of queries, and twice as many rows of probabilities, which are in two parts
+constexpr int kQuad = 4;  // rows that are columns of a product with queries
 constexpr int kQuadBytes = kQuad * 4;
+constexpr int64_t kBand = kQuad, kWideBand = 2 * kQuad;  // rows, a band, whose probabilities are a product's: twice as many, as they are in two parts
 
-// Registers: 0 and 1, for two quads of rows, are keys (2) times queries (3); 4 and 5 are probabilities (6) times values (7).
-constexpr TileShapes decode_tiles() {
+// Registers: 0 and 1, for two quads of rows, are keys (2) times queries (3); 4 and 5, for even and odd channels, are probabilities (6 and 7)
+// times values (2).
+constexpr TileShapes decode_tiles(int64_t band) {
     TileShapes shapes;
     shapes.row_bytes[0] = shapes.row_bytes[1] = shapes.row_bytes[3] = kQuadBytes;
-    shapes.rows[4] = shapes.rows[5] = shapes.rows[6] = 2 * kQuad;
+    shapes.rows[4] = shapes.rows[5] = shapes.rows[6] = shapes.rows[7] = (uint8_t)(2 * band);
     return shapes;
 }
-constexpr TileShapes kDecodeTiles = decode_tiles();
+constexpr TileShapes kBandTiles = decode_tiles(kBand), kWideBandTiles = decode_tiles(kWideBand);
+
+inline int64_t band_of(int64_t rows) { return rows > kBand ? kWideBand : kBand; }
 
 struct DecodeScratch {
     float* acc;     // [heads * rows, head_dim]
@@ -31,9 +37,8 @@ struct DecodeScratch {
     float* sum;     // [heads * rows]
     float* scores;  // [kDecodeRows, kTileKeys]
     bf16* queries;  // [heads][quads][head_dim / 2][kQuad][2]: a row may have a quad of its own
-    bf16* p;        // [quads][2 of 32 keys][high | low][kQuad][32]
-    bf16* values;   // [2 of 16 channels][kTileKeys / 2][16][2]
-    bf16* keys;     // [16][head_dim], where they do not lie in one block
+    uint32_t* p;    // [bands][4 of 16 keys][even | odd channels][high | low][band][16]: a BF16 in one half of each
+    bf16* room;     // [16][head_dim], for keys or values that do not lie in one block
     void* widened;  // what Widened keeps
 
     DecodeScratch(void* memory, int64_t head_dim)
@@ -42,13 +47,12 @@ struct DecodeScratch {
           sum(top + kTileRows),
           scores(sum + kTileRows),
           queries((bf16*)(scores + kDecodeRows * kTileKeys)),
-          p(queries + 4 * kTileRows * head_dim),
-          values(p + 4 * kDecodeRows * kTileDepth),
-          keys(values + kTileKeys * kTileDepth),
-          widened(keys + kTileSide * head_dim) {}
+          p((uint32_t*)(queries + 4 * kTileRows * head_dim)),
+          room((bf16*)(p + 4 * kDecodeRows * kTileKeys)),
+          widened(room + kTileSide * head_dim) {}
     static int64_t bytes(int64_t head_dim) {
-        return Widened<bf16>::bytes(head_dim) + (kTileRows * (head_dim + 2) + kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
-               ((4 * kTileRows + kTileSide) * head_dim + 4 * kDecodeRows * kTileDepth + kTileKeys * kTileDepth) * (int64_t)sizeof(bf16);
+        return Widened<bf16>::bytes(head_dim) + (kTileRows * (head_dim + 2) + 5 * kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
+               (4 * kTileRows + kTileSide) * head_dim * (int64_t)sizeof(bf16);
     }
 };
 
@@ -88,25 +92,45 @@ inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
     for (int i = 0; i < kQuad; i++) rows[i] = (Vec)_mm512_permutexvar_epi32(square_order(), r[i]);
 }
 
-// How keys lie: `slots` of them `slot_bytes` apart, and the first one that is meant is in slot `first`.
-struct KeyRuns {
-    int64_t first, slots, slot_bytes;
+// Where sixteen entries' keys, or values, are for a tile: as they lie, or, where they do not lie one after the other, in `room`, zeros
+// past the last.
+struct Sixteen {
+    const bf16* data;
+    int64_t stride;
+};
+class Lying {
+public:
+    // The first of the entries is in slot `first` of a block's `slots`.
+    Lying(int64_t first, int64_t slots, int count, int64_t head_dim, bf16* room)
+        : first_(first), slots_(slots), head_dim_(head_dim), count_(count), room_(room) {}
+
+    Sixteen at(const bf16* const* rows, int j, int64_t slot_bytes) const {
+        if (j + kTileSide <= count_ && (first_ + j) % slots_ + kTileSide <= slots_) return {rows[j], slot_bytes};
+        const int64_t bytes = head_dim_ * sizeof(bf16);
+        for (int i = 0; i < kTileSide; i++) {
+            if (j + i < count_) {
+                memcpy(room_ + i * head_dim_, rows[j + i], bytes);
+            } else {
+                memset(room_ + i * head_dim_, 0, bytes);  // a NaN in a slot nobody wrote would spread, though its probability is zero
+            }
+        }
+        memory_is_written();
+        return {room_, bytes};
+    }
+
+private:
+    const int64_t first_, slots_, head_dim_;
+    const int count_;
+    bf16* const room_;
 };
 
 // Scores of a head's rows against up to kTileKeys entries, in units of log2 or what a softcap takes.
-inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, const KeyRuns& runs, const bf16* queries, int64_t quads, Lookahead& ahead,
-                      const DecodeScratch& s) {
+inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, const Lying& lying, int64_t slot_bytes, const bf16* queries, int64_t quads,
+                      Lookahead& ahead, const DecodeScratch& s) {
     const int64_t head_dim = a.pool.head_dim;
     alignas(64) float sums[kDecodeRows / kQuad][kTileKeys][kQuad];
     for (int j = 0; j < kTileKeys; j += kTileSide) {
-        const bf16* keys = entries.keys[j];
-        int64_t stride = runs.slot_bytes;
-        if (j + kTileSide > entries.count || (runs.first + j) % runs.slots + kTileSide > runs.slots) {
-            for (int i = j; i < smaller(j + kTileSide, entries.count); i++) memcpy(s.keys + (i - j) * head_dim, entries.keys[i], head_dim * sizeof(bf16));
-            keys = s.keys;
-            stride = head_dim * sizeof(bf16);
-            memory_is_written();
-        }
+        const Sixteen keys = lying.at(entries.keys, j, slot_bytes);
         for (int64_t quad = 0; quad < quads; quad += 2) {
             const bf16 *q = queries + quad * kQuad * head_dim, *next_q = q + kQuad * head_dim;
             const bool two = quad + 1 < quads;
@@ -114,7 +138,8 @@ inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, cons
             _tile_zero(1);
             for (int64_t d = 0; d < head_dim; d += kTileDepth) {
                 ahead.some();
-                _tile_loadd(2, keys + d, stride);
+                ahead.some();
+                _tile_loadd(2, keys.data + d, keys.stride);
                 _tile_loadd(3, q + d * kQuad, kQuadBytes);
                 _tile_dpbf16ps(0, 2, 3);
                 if (!two) continue;
@@ -136,69 +161,57 @@ inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, cons
     }
 }
 
-// Scores, probabilities by now, in two parts.
-inline void split_probabilities(int64_t rows, const float* scores, bf16* to) {
+// Scores, probabilities by now, in two parts, for even channels and for odd ones.
+inline void split_probabilities(int64_t rows, const float* scores, uint32_t* to) {
+    // To the nearest BF16, in the upper half.
+    auto rounded = [](Vec x) { return _mm512_and_si512(_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32((int)0xffff0000)); };
+    const int64_t band = band_of(rows), part = band * kTileSide;
     for (int64_t r = 0; r < rows; r++) {
-        bf16* p = to + r / kQuad * 4 * kQuad * kTileDepth;
-        for (int half = 0; half < 2; half++) {
-            const Vec x = load(scores + r * kTileKeys + half * kTileDepth), y = load(scores + r * kTileKeys + half * kTileDepth + kTileSide);
-            bf16 *high = p + (half * 2 * kQuad + r % kQuad) * kTileDepth, *low = high + kQuad * kTileDepth;
-            _mm512_storeu_si512(high, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
-            const Vec left_x = x - load(high), left_y = y - load(high + kTileSide);
-            _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh((__m512)left_y, (__m512)left_x));
+        uint32_t* p = to + r / band * (4 * kTileKeys * band) + r % band * kTileSide;
+        for (int j = 0; j < kTileKeys; j += kTileSide, p += 4 * part) {
+            const Vec x = load(scores + r * kTileKeys + j);
+            const __m512i high = rounded(x), low = rounded(x - (Vec)high);
+            _mm512_storeu_si512(p, _mm512_srli_epi32(high, 16));
+            _mm512_storeu_si512(p + part, _mm512_srli_epi32(low, 16));
+            _mm512_storeu_si512(p + 2 * part, high);
+            _mm512_storeu_si512(p + 3 * part, low);
         }
     }
 }
 
 // acc [rows, head_dim] += probabilities x values
-inline void accumulate_few(const Entries<bf16>& entries, int64_t head_dim, int64_t rows, Lookahead& ahead, const DecodeScratch& s, float* acc) {
-    // Interleaving leaves four channels of each eight in one tile, and four in the other.
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-    alignas(64) static const bf16 zeros[256] = {};  // a NaN in a slot nobody wrote would spread, though its probability is zero
-    const bf16* padded[kTileKeys];
-    for (int j = 0; entries.count < kTileKeys && j < kTileKeys; j++) padded[j] = j < entries.count ? entries.values[j] : zeros;
-    const bf16* const* values_of = entries.count < kTileKeys ? padded : entries.values;
+inline void accumulate_few(const Entries<bf16>& entries, const Lying& lying, int64_t slot_bytes, int64_t head_dim, int64_t rows, Lookahead& ahead,
+                           const DecodeScratch& s, float* acc) {
+    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i second = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    const int64_t band = band_of(rows), part = 2 * band * kTileSide;
     split_probabilities(rows, s.scores, s.p);
-    const int64_t quads = quads_of(rows);
+    memory_is_written();
     for (int64_t d = 0; d < head_dim; d += kTileDepth) {
-        constexpr int kPairs = kTileKeys / 2;
-        for (int pair = 0; pair < kPairs; pair++) {
-            if (pair % 3 == 0) ahead.some();
-            const __m512i even = _mm512_loadu_si512(values_of[2 * pair] + d), odd = _mm512_loadu_si512(values_of[2 * pair + 1] + d);
-            bf16* to = s.values + pair * kTileDepth;
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
-            _mm512_storeu_si512(to + kPairs * kTileDepth, _mm512_unpackhi_epi16(even, odd));
-        }
-        alignas(64) float out[kDecodeRows / kQuad][2][2 * kQuad][kTileSide];
-        memory_is_written();
-        for (int64_t quad = 0; quad < quads; quad += 2) {
-            constexpr int kPart = 2 * kQuad * kTileDepth;
-            const bool two = quad + 1 < quads;
-            for (int i = 0; i < 2; i++) {
-                _tile_zero(4);
-                _tile_zero(5);
-                for (int half = 0; half < 2; half++) {
-                    const bf16* p = s.p + (2 * quad + half) * kPart;
-                    _tile_loadd(7, s.values + (2 * i + half) * kTileSide * kTileDepth, kTileRowBytes);
-                    _tile_loadd(6, p, kTileRowBytes);
-                    _tile_dpbf16ps(4, 6, 7);
-                    if (!two) continue;
-                    _tile_loadd(6, p + 2 * kPart, kTileRowBytes);
-                    _tile_dpbf16ps(5, 6, 7);
-                }
-                _tile_stored(4, out[quad][i], kTileRowBytes);
-                if (two) _tile_stored(5, out[quad + 1][i], kTileRowBytes);
+        const uint32_t* p = s.p;
+        for (int64_t begin = 0; begin < rows; begin += band) {
+            alignas(64) float even[2 * kWideBand][kTileSide], odd[2 * kWideBand][kTileSide];
+            _tile_zero(4);
+            _tile_zero(5);
+            for (int j = 0; j < kTileKeys; j += kTileSide, p += 2 * part) {
+                if (begin == 0) ahead.some();
+                if (j >= entries.count) continue;
+                const Sixteen values = lying.at(entries.values, j, slot_bytes);
+                _tile_loadd(2, values.data + d, values.stride);
+                _tile_loadd(6, p, kTileRowBytes);
+                _tile_dpbf16ps(4, 6, 2);
+                _tile_loadd(7, p + part, kTileRowBytes);
+                _tile_dpbf16ps(5, 7, 2);
             }
-        }
-        memory_is_written();
-        for (int64_t r = 0; r < rows; r++) {
-            auto& o = out[r / kQuad];
-            const int64_t i = r % kQuad;
-            const __m512 x = (__m512)(load(o[0][i]) + load(o[0][kQuad + i])), y = (__m512)(load(o[1][i]) + load(o[1][kQuad + i]));
-            float* to = acc + r * head_dim + d;
-            store(to, load(to) + (Vec)_mm512_permutex2var_ps(x, first, y));
-            store(to + kTileSide, load(to + kTileSide) + (Vec)_mm512_permutex2var_ps(x, second, y));
+            _tile_stored(4, even, kTileRowBytes);
+            _tile_stored(5, odd, kTileRowBytes);
+            memory_is_written();
+            float* to = acc + begin * head_dim + d;
+            for (int64_t r = 0; r < smaller(band, rows - begin); r++, to += head_dim) {
+                const __m512 x = (__m512)(load(even[r]) + load(even[band + r])), y = (__m512)(load(odd[r]) + load(odd[band + r]));
+                store(to, load(to) + (Vec)_mm512_permutex2var_ps(x, first, y));
+                store(to + kTileSide, load(to + kTileSide) + (Vec)_mm512_permutex2var_ps(x, second, y));
+            }
         }
     }
     ahead.finish();
@@ -207,7 +220,10 @@ inline void accumulate_few(const Entries<bf16>& entries, int64_t head_dim, int64
 // One stretch's part in what `s` accumulates.
 template <typename Source>
 inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const DecodeScratch& s) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, quads = quads_of(rows), bytes = sizeof(bf16);
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, quads = quads_of(rows);
+    const bool in_blocks = lies_as<bf16>(stretch);
+    const int64_t key_bytes = (in_blocks ? stretch.keys->slot_stride : padded(head_dim)) * (int64_t)sizeof(bf16);
+    const int64_t value_bytes = (in_blocks ? stretch.values->slot_stride : padded(head_dim)) * (int64_t)sizeof(bf16);
     Source source(a, t, stretch, s.widened);
     for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, stretch.end);
@@ -217,12 +233,12 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
             const bool last = h + 1 == t.num_kv_heads;
             const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
             Lookahead ahead = source.lookahead();
-            const KeyRuns runs = lies_as<bf16>(stretch) ? KeyRuns{begin % a.pool.block_size, a.pool.block_size, stretch.keys->slot_stride * bytes}
-                                                        : KeyRuns{0, kTileKeys, padded(head_dim) * bytes};
-            score_few(a, entries, runs, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
+            const Lying lying(in_blocks ? begin % a.pool.block_size : 0, in_blocks ? a.pool.block_size : kTileKeys, entries.count, head_dim, s.room);
+            score_few(a, entries, lying, key_bytes, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
             float* acc = s.acc + h * rows * head_dim;
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;
+                ahead.some();
                 ahead.some();
                 if (source.key_scales()) multiply(scores, source.key_scales(), entries.count);
                 soft_cap(a, scores, kTileKeys);
@@ -232,7 +248,7 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
                 multiply(scores, source.value_scales(), entries.count);
                 for (int j = entries.count; j % kWidth; j++) scores[j] = 0.0f;
             }
-            accumulate_few(entries, head_dim, rows, ahead, s, acc);
+            accumulate_few(entries, lying, value_bytes, head_dim, rows, ahead, s, acc);
         }
     }
 }
@@ -250,10 +266,9 @@ inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
 inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
     const DecodeScratch s(memory, head_dim);
-    const TileConfig configured(kDecodeTiles);
+    const TileConfig configured(rows > kBand ? kWideBandTiles : kBandTiles);
     pack_few_queries(a, t, s.queries);
-    memset(s.p, 0, 4 * kDecodeRows * kTileDepth * sizeof(bf16));
-    memset(s.keys, 0, kTileSide * head_dim * sizeof(bf16));
+    memset(s.p, 0, 4 * kDecodeRows * kTileKeys * sizeof(uint32_t));
     memset(s.acc, 0, all_rows * head_dim * sizeof(float));
     for (int64_t r = 0; r < all_rows; r++) {
         s.top[r] = -INFINITY;
