@@ -12,7 +12,7 @@ time x threads): where it is far below 1, something else was using the machine a
 A decode step is timed as generation has it, behind steps like it: a turn is several of them. The first one, behind what
 the case before did, is shown apart (`first`): it finds neither weights nor Python's own code in any cache.
 
-Decode attention is shown on contiguous keys and values and on a pool whose blocks are in ascending order, in the order
+Decode attention is that of a decoder which does next to nothing else. It is shown on contiguous keys and values and on a pool whose blocks are in ascending order, in the order
 in which an allocator gives them out when requests have come and gone for long, and in random order.
 """
 
@@ -33,14 +33,14 @@ import torch
 
 from benchmarks.machine import best_s, cpu_name, measure
 from pagoda.engine.runner import layout_for
-from pagoda.kernels import KVView, backend_name, linear, paged_attention
+from pagoda.kernels import KVView, backend_name, linear
 from pagoda.kv.allocator import Allocator, BlockIds
-from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
 from pagoda.memory import host_memory
 from pagoda.model.batch import ForwardBatch
-from pagoda.model.decoder import Decoder
+from pagoda.model.decoder import Decoder, DecoderWeights, LayerWeights
 from pagoda.model.loader import load_model
+from pagoda.model.spec import ModelSpec
 
 BLOCK = 16
 CONTEXTS = (4096, 32775)  # tokens that decode attention reads
@@ -155,35 +155,80 @@ def step_cases(decoder: Decoder) -> list[Case]:
     ]
 
 
+def attention_decoder(num_kv_heads: int, group: int, head_dim: int, layers: int, context: int) -> Decoder:
+    """A model whose steps are attention and next to nothing else: its matrices are as thin as they can be."""
+    num_heads, thin = num_kv_heads * group, 32
+    spec = ModelSpec.from_hf_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": thin,
+            "hidden_size": thin,
+            "intermediate_size": thin,
+            "num_hidden_layers": layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": context,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        }
+    )
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape) / thin).bfloat16()
+
+    norm = random(thin)
+    layer = LayerWeights(
+        input_norm=norm,
+        qkv=random((num_heads + 2 * num_kv_heads) * head_dim, thin),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        output=random(thin, num_heads * head_dim),
+        output_bias=None,
+        attention_out_norm=None,
+        mlp_norm=norm,
+        gate_up=random(2 * thin, thin),
+        gate_up_bias=None,
+        down=random(thin, thin),
+        down_bias=None,
+        mlp_out_norm=None,
+    )
+    embedding = random(thin, thin)
+    return Decoder(spec, DecoderWeights(embedding, (layer,) * layers, norm, embedding))
+
+
 def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) -> list[Case]:
-    """Decode attention of one request, another layer each time: on contiguous keys and values, and in a pool."""
+    """Decode attention of one request, layer after layer in the decoder: on contiguous keys and values, and in a pool."""
     num_bytes = context * num_kv_heads * head_dim * 2 * 2
     layers, blocks = max(1, COLD_BYTES // num_bytes), -(-context // BLOCK)
-    layout = KVLayout.for_attention(
-        num_layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK, dtype="bfloat16"
-    )
+    decoder = attention_decoder(num_kv_heads, group, head_dim, layers, context)
+    layout = layout_for(decoder.spec, BLOCK, torch.bfloat16)
     pool = BlockPool(layout, 2 * blocks)
     paged = [KVView(pool.view(layer, "keys"), pool.view(layer, "values")) for layer in range(layers)]
     shape = (layers, 2, 1, num_kv_heads, context, head_dim)
     memory = torch.from_numpy(host_memory(2 * math.prod(shape))).view(torch.bfloat16).view(shape)
     for part in (*(view.keys for view in paged), *(view.values for view in paged), *memory.flatten(0, 1)):
         part.normal_()
-    q = torch.randn(1, num_kv_heads * group, head_dim).bfloat16()
-    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
 
     def case(kind: str, views: list[KVView], ids: torch.Tensor) -> Case:
-        table = ids.to(torch.int32)[None]
-
-        def attend() -> None:
-            for view in views:
-                paged_attention(q, view, table, starts, lens, scale=head_dim**-0.5)
-
-        operations = 4 * context * num_kv_heads * group * head_dim * layers
+        table, block_size = ids.to(torch.int32)[None], views[0].keys.shape[2]
+        last = torch.tensor([context - 1])
+        batch = ForwardBatch(
+            token_ids=torch.zeros(1, dtype=torch.int64),
+            positions=last,
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=torch.tensor([context], dtype=torch.int32),
+            block_tables=(table,),
+            slot_mapping=(table[0, last // block_size].long() * block_size + last % block_size,),
+            logits_rows=torch.zeros(1, dtype=torch.int64),
+        )
         return Case(
             f"attention, {num_kv_heads} x {group} x {head_dim}, {context:,} tokens, {kind}",
-            attend,
+            lambda: decoder.forward(batch, views, layout.group_of_layer),
             num_bytes * layers,
-            operations,
+            4 * context * num_kv_heads * group * head_dim * layers,
         )
 
     return [
