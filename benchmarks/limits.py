@@ -12,8 +12,9 @@ time x threads): where it is far below 1, something else was using the machine a
 A decode step is timed as generation has it, behind steps like it: a turn is several of them. The first one, behind what
 the case before did, is shown apart (`first`): it finds neither weights nor Python's own code in any cache.
 
-Decode attention is that of a decoder which does next to nothing else. It is shown on contiguous keys and values and on a pool whose blocks are in ascending order, in the order
-in which an allocator gives them out when requests have come and gone for long, and in random order.
+Decode attention is that of a decoder which does next to nothing else. It is shown on contiguous keys and values and on
+a pool whose blocks are in ascending order, in the order in which an allocator gives them out when requests have come
+and gone for long, and in random order.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def attention_decoder(num_kv_heads: int, group: int, head_dim: int, layers: int,
 
 
 def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) -> list[Case]:
-    """Decode attention of one request, layer after layer in the decoder: on contiguous keys and values, and in a pool."""
+    """Decode attention of one request, layer after layer: on contiguous keys and values, and in a pool."""
     num_bytes = context * num_kv_heads * head_dim * 2 * 2
     layers, blocks = max(1, COLD_BYTES // num_bytes), -(-context // BLOCK)
     decoder = attention_decoder(num_kv_heads, group, head_dim, layers, context)
