@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from benchmarks.thin import attention_decoder, decode_batch
 from pagoda import kernels
 from pagoda.kernels import CompactMatrix, Int8Matrix, KVView, Staging, backend_name
 from pagoda.kv.formats import default_block_size, parse_format
@@ -25,7 +26,6 @@ from pagoda.kv.pool import BlockPool
 
 CACHE_BYTES = 600 << 20  # more than a last-level cache
 BLOCK_SIZE = 16
-PAIRS_A_ROUND = 10  # of formats: a call is short
 
 
 def medians(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -142,30 +142,29 @@ def bench_formats(
     block_size: int | None = None,
     requests: int = 1,
 ) -> dict[str, float]:
-    """One layer's decode attention in every KV format, as times the speed of BF16's; each call reads another layer.
+    """A layer's decode attention in every KV format, in the decoder, as times the speed of BF16's.
 
-    The median of the ratios of neighbouring calls, printed with their quartiles: minutes change times, not ratios. A
-    call is Python's: checks, the plan and waking the other threads count, which the fused decoder does once a step;
-    with several `requests`, each with a context of its own, they count less.
+    The median of the ratios of neighbouring steps, printed with their quartiles: minutes change times, not ratios.
 
     Args:
         block_size: None: of each format what an engine takes that was told nothing.
+        requests: decoded together, each with a context of its own.
     """
-    q = torch.randn(requests, num_kv_heads * group, head_dim).bfloat16()
-    starts = torch.arange(requests + 1, dtype=torch.int32)
-    lens = torch.full((requests,), context, dtype=torch.int32)
 
-    def attend(name: str) -> Callable[[], object]:
+    def attend(name: str) -> tuple[Callable[[], object], int]:
         size = default_block_size(name) if block_size is None else block_size
-        views = filled_views(name, num_kv_heads, head_dim, requests * context, size)
-        table = torch.randperm(requests * context // size).to(torch.int32).view(requests, -1)
-        turn = cycle(len(views))
-        return lambda: kernels.paged_attention(q, views[next(turn)], table, starts, lens, scale=head_dim**-0.5)
+        blocks = requests * (context // size + 1)  # one more, for the token that is decoded
+        views = filled_views(name, num_kv_heads, head_dim, blocks * size, size)
+        decoder = attention_decoder(num_kv_heads, group, head_dim, len(views), context + 1)
+        batch = decode_batch(torch.randperm(blocks).to(torch.int32).view(requests, -1), size, context + 1)
+        return lambda: decoder.forward(batch, views, (0,) * len(views)), len(views)
 
-    plain = attend("bf16")
+    plain, plain_layers = attend("bf16")
     speeds = {}
     for name in ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4/int8", "int4"):
-        before, after = in_pairs(plain, attend(name), rounds * PAIRS_A_ROUND)
+        coded, layers = attend(name)
+        steps = in_pairs(plain, coded, rounds)
+        before, after = [s / plain_layers for s in steps[0]], [s / layers for s in steps[1]]
         low, speeds[name], high = statistics.quantiles((x / y for x, y in zip(before, after, strict=True)), n=4)
         print(
             f"formats      {requests} x {context} entries, {num_kv_heads} x {group} heads of {head_dim}    "

@@ -33,15 +33,15 @@ import numpy as np
 import torch
 
 from benchmarks.machine import best_s, cpu_name, measure
+from benchmarks.thin import attention_decoder, decode_batch
 from pagoda.engine.runner import layout_for
 from pagoda.kernels import KVView, backend_name, linear
 from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.pool import BlockPool
 from pagoda.memory import host_memory
 from pagoda.model.batch import ForwardBatch
-from pagoda.model.decoder import Decoder, DecoderWeights, LayerWeights
+from pagoda.model.decoder import Decoder
 from pagoda.model.loader import load_model
-from pagoda.model.spec import ModelSpec
 
 BLOCK = 16
 CONTEXTS = (4096, 32775)  # tokens that decode attention reads
@@ -156,50 +156,6 @@ def step_cases(decoder: Decoder) -> list[Case]:
     ]
 
 
-def attention_decoder(num_kv_heads: int, group: int, head_dim: int, layers: int, context: int) -> Decoder:
-    """A model whose steps are attention and next to nothing else: its matrices are as thin as they can be."""
-    num_heads, thin = num_kv_heads * group, 32
-    spec = ModelSpec.from_hf_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": thin,
-            "hidden_size": thin,
-            "intermediate_size": thin,
-            "num_hidden_layers": layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": context,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        }
-    )
-
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape) / thin).bfloat16()
-
-    norm = random(thin)
-    layer = LayerWeights(
-        input_norm=norm,
-        qkv=random((num_heads + 2 * num_kv_heads) * head_dim, thin),
-        qkv_bias=None,
-        q_norm=None,
-        k_norm=None,
-        output=random(thin, num_heads * head_dim),
-        output_bias=None,
-        attention_out_norm=None,
-        mlp_norm=norm,
-        gate_up=random(2 * thin, thin),
-        gate_up_bias=None,
-        down=random(thin, thin),
-        down_bias=None,
-        mlp_out_norm=None,
-    )
-    embedding = random(thin, thin)
-    return Decoder(spec, DecoderWeights(embedding, (layer,) * layers, norm, embedding))
-
-
 def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) -> list[Case]:
     """Decode attention of one request, layer after layer: on contiguous keys and values, and in a pool."""
     num_bytes = context * num_kv_heads * head_dim * 2 * 2
@@ -214,17 +170,7 @@ def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) 
         part.normal_()
 
     def case(kind: str, views: list[KVView], ids: torch.Tensor) -> Case:
-        table, block_size = ids.to(torch.int32)[None], views[0].keys.shape[2]
-        last = torch.tensor([context - 1])
-        batch = ForwardBatch(
-            token_ids=torch.zeros(1, dtype=torch.int64),
-            positions=last,
-            query_start=torch.tensor([0, 1], dtype=torch.int32),
-            context_lens=torch.tensor([context], dtype=torch.int32),
-            block_tables=(table,),
-            slot_mapping=(table[0, last // block_size].long() * block_size + last % block_size,),
-            logits_rows=torch.zeros(1, dtype=torch.int64),
-        )
+        batch = decode_batch(ids.to(torch.int32)[None], views[0].keys.shape[2], context)
         return Case(
             f"attention, {num_kv_heads} x {group} x {head_dim}, {context:,} tokens, {kind}",
             lambda: decoder.forward(batch, views, layout.group_of_layer),
