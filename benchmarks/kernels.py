@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.thin import attention_decoder, decode_batch
 from pagoda import kernels
-from pagoda.kernels import CompactMatrix, Int8Matrix, KVView, Staging, backend_name
+from pagoda.kernels import CompactMatrix, FirstTokens, Int8Matrix, KVView, Staging, backend_name
 from pagoda.kv.formats import default_block_size, parse_format
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
@@ -123,7 +123,8 @@ def filled_views(kv_format: str, num_kv_heads: int, head_dim: int, context: int,
     staging = None
     if spec.staged:
         full = torch.zeros(2, blocks, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16)
-        staging = Staging(full[0], full[1], torch.arange(blocks, dtype=torch.int32))
+        firsts = FirstTokens(full[0, :1, :, :1], full[1, :1, :, :1], torch.zeros(blocks, dtype=torch.int32))
+        staging = Staging(full[0], full[1], torch.arange(blocks, dtype=torch.int32), firsts)
     k, v = torch.randn(2, context, num_kv_heads, head_dim).bfloat16()
     views = []
     for layer in range(num_layers):

@@ -54,8 +54,8 @@ private:
     static int64_t whole(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 };
 
-// One stretch's part in what `s` accumulates.
-inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const FewScratch& s) {
+// One stretch's part in what `s` accumulates, without the first `hidden` entries of the sequence.
+inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& stretch, int hidden, const FewScratch& s) {
     if (stretch.begin >= stretch.end) return;
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
     const int together = kFew / (int)rows;
@@ -85,7 +85,8 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
                 float* scores = s.scores + c * kScoreRow;
                 const int64_t row = head * rows + c;
                 soft_cap(a, scores, end);
-                const Seen visible = seen(a, t, stretch, t.row_begin + c % rows, begin, begin + step.count);
+                Seen visible = seen(a, t, stretch, t.row_begin + c % rows, begin, begin + step.count);
+                if (begin == 0) visible.first = larger(visible.first, hidden);
                 mask(scores, visible, end);
                 Vec best = load(scores);
                 for (int j = kTileSide; j < end; j += kTileSide) best = max(best, load(scores + j));
@@ -121,12 +122,18 @@ inline void few_rows_attention(const AttentionArgs& a, const Tile& t, void* memo
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
+    auto attend_plain = [&](const Stretch& stretch) {
+        const Scratch plain(s.q, s.acc, s.scores, s.top, s.sum, s.source);
+        with_source<bf16>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, plain); });
+    };
+    const Firsts& firsts = a.pool.staged.firsts;
     for (const Stretch& stretch : stretches(a, t)) {
         if (in_codes(*stretch.keys) && in_codes(*stretch.values)) {
-            attend_few(a, t, stretch, s);
+            const bool has_first = stretch.begin < stretch.end && first_row(a, t) >= 0;
+            if (has_first) attend_plain({Stretch::kEarlier, &firsts.keys, &firsts.values, firsts.row_of, 0, 1});
+            attend_few(a, t, stretch, has_first, s);
         } else {
-            const Scratch plain(s.q, s.acc, s.scores, s.top, s.sum, s.source);
-            with_source<bf16>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, plain); });
+            attend_plain(stretch);
         }
     }
     for (int64_t r = 0; r < all_rows; r++) {

@@ -283,6 +283,11 @@ void check_attention(const AttentionArgs& args, const Batch& batch) {
                                             "]: the block has rows and no staged copy");
             }
         }
+        const Firsts& firsts = args.pool.staged.firsts;
+        if (args.pool.staged.slot_of && first == 0 && firsts.row_of[blocks[0]] >= firsts.num_rows) {
+            throw std::invalid_argument("the first token of request " + std::to_string(r) + " is " +
+                                        std::to_string(firsts.row_of[blocks[0]]) + ", outside 0.." + std::to_string(firsts.num_rows - 1));
+        }
     }
     check_shared(args, batch);
 }

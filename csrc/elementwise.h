@@ -143,10 +143,11 @@ void close_blocks(const WriteArgs& a, int64_t row_begin, int64_t row_end) {
     for (int64_t row = row_begin; row < row_end; row++) {
         if (a.slots[row] % pool.block_size != pool.block_size - 1) continue;
         const int64_t block = a.slots[row] / pool.block_size, at = staged.slot_of[block];
+        const int first = staged.firsts.row_of[block] >= 0 && pool.block_size > 1;  // a first token would stretch all scales of its block
         for (int head = 0; head < pool.num_kv_heads; head++) {
             const T* k = (const T*)staged.keys.data + at * staged.keys.block_stride + head * staged.keys.head_stride;
             const T* v = (const T*)staged.values.data + at * staged.values.block_stride + head * staged.values.head_stride;
-            encode_nibble_channels(k, staged.keys.slot_stride, pool.block_size, pool.head_dim,
+            encode_nibble_channels(k, staged.keys.slot_stride, first, pool.block_size, pool.head_dim,
                                    (uint8_t*)pool.keys.data + block * pool.keys.block_stride + head * pool.keys.head_stride,
                                    pool.keys.slot_stride, (ScaleCode*)scales.data + index_of(scales, block, head),
                                    (bf16*)zeros.data + index_of(zeros, block, head));

@@ -193,19 +193,21 @@ inline void encode_nibble_row(const T* x, int64_t dim, uint8_t* to, ScaleCode* s
     });
 }
 
-// The keys of a full block: a scale and a zero for each channel over the block's rows, which are `stride` apart.
+// The keys of a full block: a scale and a zero for each channel over the block's rows, which are `stride` apart. The row `first` stands
+// for those before it.
 template <typename T>
-inline void encode_nibble_channels(const T* x, int64_t stride, int rows, int64_t dim, uint8_t* to, int64_t to_stride, ScaleCode* scales,
-                                   bf16* zeros) {
+inline void encode_nibble_channels(const T* x, int64_t stride, int first, int rows, int64_t dim, uint8_t* to, int64_t to_stride,
+                                   ScaleCode* scales, bf16* zeros) {
     const int64_t half = dim / 2;
+    auto row = [&](int r) { return x + larger(r, first) * stride; };
     for_each_vector(half, [&](int64_t i, int64_t lanes) {
         Vec from[2], inverse[2];
         IntVec finite[2];
         for (int side = 0; side < 2; side++) {
             const int64_t at = i + side * half;
-            Vec top = load_lanes(x + at, lanes), bottom = top, sum = {};
+            Vec top = load_lanes(row(0) + at, lanes), bottom = top, sum = {};
             for (int r = 0; r < rows; r++) {
-                const Vec v = load_lanes(x + r * stride + at, lanes);
+                const Vec v = load_lanes(row(r) + at, lanes);
                 top = max(top, v);
                 bottom = min(bottom, v);
                 sum += v * 0.0f;
@@ -222,8 +224,8 @@ inline void encode_nibble_channels(const T* x, int64_t stride, int rows, int64_t
             }
         }
         for (int r = 0; r < rows; r++) {
-            const IntVec low = encode_nibble(load_lanes(x + r * stride + i, lanes), from[0], inverse[0]) & finite[0];
-            const IntVec high = encode_nibble(load_lanes(x + r * stride + half + i, lanes), from[1], inverse[1]) & finite[1];
+            const IntVec low = encode_nibble(load_lanes(row(r) + i, lanes), from[0], inverse[0]) & finite[0];
+            const IntVec high = encode_nibble(load_lanes(row(r) + half + i, lanes), from[1], inverse[1]) & finite[1];
             store_bytes(to + r * to_stride + i, low | high << 4, lanes);
         }
     });

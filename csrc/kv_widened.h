@@ -66,7 +66,8 @@ public:
     using Element = Out;
     Widened(const AttentionArgs& a, const Tile& t, const Stretch& s, void* memory)
         : a_(a), t_(t), s_(s), stride_(padded(a.pool.head_dim)), keys_((Out*)memory), values_(keys_ + kTileKeys * stride_),
-          key_scales_((float*)(values_ + kTileKeys * stride_)), value_scales_(key_scales_ + kTileKeys), zeros_(value_scales_ + kTileKeys) {
+          key_scales_((float*)(values_ + kTileKeys * stride_)), value_scales_(key_scales_ + kTileKeys), zeros_(value_scales_ + kTileKeys),
+          first_(s.of == Stretch::kEarlier ? first_row(a, t) : -1) {
         for (int j = 0; j < kTileKeys; j++) {
             entries_.keys[j] = keys_ + j * stride_;
             entries_.values[j] = values_ + j * stride_;
@@ -91,6 +92,7 @@ public:
             widen(*s_.keys, next_.keys, head, begin, key_scales_, keys_);
         }
         widen(*s_.values, next_.values, head, begin, value_scales_, values_);
+        if (begin == 0 && first_ >= 0) put_first(head);
         for (int j = count; j % 4; j++) {
             memset(keys_ + j * stride_, 0, stride_ * sizeof(Out));
             memset(values_ + j * stride_, 0, stride_ * sizeof(Out));
@@ -121,14 +123,17 @@ private:
             return widen_nibble_rows(rows, scales, zeros_, count, head_dim, to);
         }
         if (!is_plain(part)) gather<bf16>(a_, t_, s_, part.scales, head, begin, count, scales);
-        const float* folded = is_plain(part) || scaled_apart(part) ? nullptr : scales;
+        widen(part.format, rows, is_plain(part) || scaled_apart(part) ? nullptr : scales, count, to);
+    }
+    void widen(int format, const uint8_t* const* rows, const float* folded, int count, Out* to) {
+        const int64_t head_dim = a_.pool.head_dim;
 #if defined(__AVX512VBMI__)
         if constexpr (sizeof(Out) == sizeof(bf16)) {
-            if (part.format == kE4M3 && head_dim % 64 == 0) return widen_floats<e4m3>(rows, count, head_dim, to);
-            if (part.format == kE5M2 && head_dim % 64 == 0) return widen_floats<e5m2>(rows, count, head_dim, to);
+            if (format == kE4M3 && head_dim % 64 == 0) return widen_floats<e4m3>(rows, count, head_dim, to);
+            if (format == kE5M2 && head_dim % 64 == 0) return widen_floats<e5m2>(rows, count, head_dim, to);
         }
 #endif
-        switch (part.format) {
+        switch (format) {
             case kF32: return widen_rows<float>(rows, nullptr, count, head_dim, to);
             case kBF16: return widen_rows<bf16>(rows, nullptr, count, head_dim, to);
             case kF16: return widen_rows<f16>(rows, nullptr, count, head_dim, to);
@@ -138,12 +143,23 @@ private:
         }
     }
 
+    // The sequence's first token in full, over what its codes mean.
+    void put_first(int head) {
+        const Firsts& firsts = a_.pool.staged.firsts;
+        const Place key(firsts.keys, head), value(firsts.values, head);
+        const uint8_t* rows[] = {(const uint8_t*)key.data + first_ * key.block_bytes, (const uint8_t*)value.data + first_ * value.block_bytes};
+        widen(firsts.keys.format, rows, nullptr, 1, keys_);
+        widen(firsts.values.format, rows + 1, nullptr, 1, values_);
+        value_scales_[0] = 1.0f;  // read only where codes have one each
+    }
+
     const AttentionArgs& a_;
     const Tile& t_;
     const Stretch& s_;
     const int64_t stride_;
     Out *keys_, *values_;
     float *key_scales_, *value_scales_, *zeros_;
+    const int32_t first_;
     Entries<Out> entries_;
     Entries<uint8_t> next_;
 };

@@ -28,8 +28,10 @@ using Rows = std::tuple<uintptr_t, int64_t>;
 using Heads = std::tuple<uintptr_t, int64_t, int64_t>;
 // keys or values: (address, block stride, head stride, slot stride, format), scales and zeros
 using Part = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int, Heads, Heads>;
-// keys and values, (num_blocks, num_kv_heads, block_size, head_dim), staged keys and values, how many, and which
-using PoolAt = std::tuple<Part, Part, std::tuple<int64_t, int, int, int>, Part, Part, int64_t, uintptr_t>;
+// keys and values, how many, and which of them is a block's: of blocks that are being filled, and of first tokens
+using CopiesAt = std::tuple<Part, Part, int64_t, uintptr_t>;
+// keys and values, (num_blocks, num_kv_heads, block_size, head_dim), and what is kept in full of them
+using PoolAt = std::tuple<Part, Part, std::tuple<int64_t, int, int, int>, CopiesAt, CopiesAt>;
 
 Beside beside(const Heads& h) { return {at<void>(std::get<0>(h)), std::get<1>(h), std::get<2>(h)}; }
 
@@ -39,10 +41,21 @@ PoolPart part(const Part& p) {
 }
 
 Pool pool(const PoolAt& p) {
-    const auto& [keys, values, shape, staged_keys, staged_values, num_staged, slot_of] = p;
+    const auto& [keys, values, shape, staged, firsts] = p;
     const auto& [num_blocks, num_kv_heads, block_size, head_dim] = shape;
-    const Staged staged = {part(staged_keys), part(staged_values), num_staged, at<const int32_t>(slot_of)};
-    return {part(keys), part(values), num_blocks, num_kv_heads, block_size, head_dim, staged};
+    const auto& [staged_keys, staged_values, num_staged, slot_of] = staged;
+    const auto& [first_keys, first_values, num_firsts, row_of] = firsts;
+    return {part(keys),
+            part(values),
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            head_dim,
+            {part(staged_keys),
+             part(staged_values),
+             num_staged,
+             at<const int32_t>(slot_of),
+             {part(first_keys), part(first_values), num_firsts, at<const int32_t>(row_of)}}};
 }
 
 WriteArgs write_args(const Heads& k, const Heads& v, uintptr_t slots, const Pool& pool) {

@@ -58,11 +58,19 @@ struct PoolPart {
     Beside scales, zeros;
 };
 
+// The first tokens of sequences in full, each a block of one slot. What a sequence begins with is quantized without it, and is read without.
+struct Firsts {
+    PoolPart keys, values;
+    int64_t num_rows;
+    const int32_t* row_of;  // [num_blocks], which of them a block begins with; -1: it begins no sequence
+};
+
 // Full copies of blocks that are quantized when they are full; where a block's is, is in `slot_of`.
 struct Staged {
     PoolPart keys, values;
     int64_t num_slots;
     const int32_t* slot_of;  // [num_blocks]; null: no block is staged
+    Firsts firsts;           // where blocks are staged
 };
 
 struct Pool {

@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 
 from pagoda.engine.blend.blender import Blender
+from pagoda.engine.first_tokens import FirstRows
 from pagoda.engine.scheduler import Rows
 from pagoda.engine.sparse.hook import sparse_hook
 from pagoda.errors import ConfigError
-from pagoda.kernels import KVView, Staging
+from pagoda.kernels import FirstTokens, KVView, Staging
 from pagoda.kv.block_table import BlockTable
 from pagoda.kv.cache import KVCache
 from pagoda.kv.formats import parse_format, plain_format
@@ -141,15 +142,18 @@ class ModelRunner:
         self.decoder = decoder
         self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
-        self._staging = pool.staging if isinstance(pool, StagedPool) else None
+        self._staged = pool if isinstance(pool, StagedPool) else None
+        self._staging = None if self._staged is None else self._staged.staging
         self._strips = None if self._staging is None else self._staging.strips
+        self._first_rows = None if self._staged is None else FirstRows(self._staged.firsts)
         self.kv = self._views()
         self._blender = None if cache is None else Blender(cache, self.kv, self._group_of_layer, decoder.rotations)
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        if self._staging is not None:
+        if self._staging is not None and self._first_rows is not None:
             written = _Written.by(plan, self._pool.layout.block_size)
+            self._staging.begin(self._first_rows.find(plan, self.decoder))
             self._staging.open(written.whole, written.begun + written.ended)
             if self._strips is not self._staging.strips:
                 self._strips, self.kv = self._staging.strips, self._views()
@@ -207,7 +211,9 @@ class ModelRunner:
         if self._staging is None or not spec.staged:
             return KVView.of(parts)
         (keys, slot_of), (values, _) = (self._staging.views(layer, part.name) for part in spec.staged)
-        return KVView.of(parts, Staging(keys, values, slot_of))
+        first_keys, first_values = (self._staged.firsts.view(layer, part.name) for part in spec.staged)
+        firsts = FirstTokens(first_keys, first_values, self._staging.row_of)
+        return KVView.of(parts, Staging(keys, values, slot_of, firsts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,12 @@ from pagoda.kernels.fused import FusedDecoder, can_fuse
 from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
 from pagoda.kernels.recall import Recall
 from pagoda.kernels.steering import LayerStep, RowRecall, Steering
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, FirstTokens, KVView, SharedPrefix, Staging
 
 __all__ = [
     "AttentionOutput",
     "CompactMatrix",
+    "FirstTokens",
     "FusedDecoder",
     "Int8Matrix",
     "KVView",

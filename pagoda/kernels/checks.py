@@ -179,6 +179,12 @@ def _check_staging(staging: Staging, view: KVView) -> None:
                 f"{name} must be [num_staged, {num_kv_heads}, {block_size}, {view.head_dim}]; got {show(part)}"
             )
         check_rows(name, part)
+    check_index("row_of", staging.firsts.row_of, torch.int32, num_blocks)
+    of_first = staging.firsts.keys.shape[0], num_kv_heads, 1, view.head_dim
+    for name, part in (("first keys", staging.firsts.keys), ("first values", staging.firsts.values)):
+        if part.shape != of_first or part.dtype != staging.keys.dtype:
+            raise KernelError(f"{name} must be {list(of_first)} {staging.keys.dtype}; got {show(part)}")
+        check_rows(name, part)
 
 
 def check_step(

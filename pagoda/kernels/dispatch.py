@@ -178,7 +178,8 @@ def write_kv(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch
     """Copy each row's keys and values into its slot, quantized as the view is. Mutates the pool, only those slots.
 
     With staged blocks (see KVView) rows go to the staged copy of their block, and a block whose last slot is among them
-    is quantized into the pool: its other slots must have been written before, or be written now.
+    is quantized into the pool: its other slots must have been written before, or be written now. The first tokens of
+    sequences (`Staging.firsts`) are the caller's to write, through a view of their own.
 
     Args:
         view: one layer of the pool.
@@ -268,8 +269,8 @@ def paged_attention(
     Row `i` of a request with `n` rows sees KV entries `j <= context_len - n + i`, and with a window also
     `j > context_len - n + i - window`. Block table entries of blocks that no row of the request sees are never used.
     Keys and values are what the view's codes mean; with staged blocks (see KVView) a row reads those of its own block
-    from the staged copy and those of all blocks before from the pool. What is not finite makes NaN of the rows that see
-    it, and of no others of quantized views.
+    from the staged copy and those of all blocks before from the pool, but for the first token of the sequence. What is
+    not finite makes NaN of the rows that see it, and of no others of quantized views.
 
     Args:
         q: `[num_rows, num_heads, head_dim]`; query head `h` reads KV head `h // (num_heads / num_kv_heads)`.

@@ -306,14 +306,17 @@ def _heads(x: torch.Tensor) -> tuple[int, int, int]:
 def pool_at(view: KVView) -> tuple[object, ...]:
     """A view as the extension takes it."""
     staging = view.staging
+    if staging is None:
+        staged = firsts = _NO_COPIES
+    else:
+        staged = _copies(staging.keys, staging.values, staging.slot_of)
+        firsts = _copies(staging.firsts.keys, staging.firsts.values, staging.firsts.row_of)
     return (
         _part(view.keys, view.key_scales, view.key_zeros),
         _part(view.values, view.value_scales, view.value_zeros),
         (*view.keys.shape[:3], view.head_dim),
-        _NO_PART if staging is None else _part(staging.keys, None, None),
-        _NO_PART if staging is None else _part(staging.values, None, None),
-        0 if staging is None else staging.keys.shape[0],
-        0 if staging is None else staging.slot_of.data_ptr(),
+        staged,
+        firsts,
     )
 
 
@@ -324,6 +327,12 @@ def _takes_head_dim(view: KVView) -> bool:
 _Part = tuple[int, int, int, int, int, tuple[int, int, int], tuple[int, int, int]]
 _NOTHING = (0, 0, 0)
 _NO_PART: _Part = (0, 0, 0, 0, 0, _NOTHING, _NOTHING)
+_Copies = tuple[_Part, _Part, int, int]
+_NO_COPIES: _Copies = (_NO_PART, _NO_PART, 0, 0)
+
+
+def _copies(keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor) -> _Copies:
+    return _part(keys, None, None), _part(values, None, None), keys.shape[0], which.data_ptr()
 
 
 def _part(codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> _Part:

@@ -16,7 +16,7 @@ from pagoda.errors import KernelError
 from pagoda.kernels.matrices import CompactMatrix, Int8Matrix, Matrix
 from pagoda.kernels.quantized import decode_nibbles, decode_rows, encode_nibbles, encode_rows, mix, unmix
 from pagoda.kernels.recall import recall_entries as recall_entries
-from pagoda.kernels.types import AttentionOutput, KVView, SharedPrefix, Staging
+from pagoda.kernels.types import AttentionOutput, FirstTokens, KVView, SharedPrefix, Staging
 
 
 def argmax(values: torch.Tensor) -> torch.Tensor:
@@ -104,6 +104,8 @@ def _close_blocks(view: KVView, staging: Staging, blocks: torch.Tensor, staged: 
     assert view.key_scales is not None, "only keys with scales are staged"
     assert view.key_zeros is not None, "and with zeros"
     keys, values = staging.keys[staged], staging.values[staged]
+    begins = staging.firsts.row_of[blocks] >= 0
+    keys[begins, :, 0] = keys[begins, :, min(1, keys.shape[2] - 1)]
     view.keys[blocks], view.key_scales[blocks], view.key_zeros[blocks] = encode_nibbles(keys, dim=-2)
     rows = values.transpose(1, 2).flatten(0, 1)
     size = values.shape[2]
@@ -189,6 +191,8 @@ def paged_attention(
             visible &= seen > last_seen - window
 
         keys, values = _gather(view, block_table[request], first, context_len)
+        if view.staging is not None and first == 0:
+            _put_first(view.staging.firsts, block_table[request, 0], keys, values)
         queries = q[begin:end].float().view(query_len, num_kv_heads, group, head_dim)
         scores = torch.einsum("qkgd,kjd->kgqj", queries, keys)
         # Where blocks are quantized when they are full, rows read their own block as it was.
@@ -271,6 +275,15 @@ def _gather_staged(
         entries = part[staged].transpose(0, 1).flatten(1, 2)[:, : last - own].float()
         found.append(entries[:, first - own :] if first > own else F.pad(entries, (0, 0, own - first, 0)))
     return found[0], found[1]
+
+
+def _put_first(firsts: FirstTokens, block: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """What is in full of the first entry of a request, whose table begins with `block`, over what was gathered of it."""
+    row = int(firsts.row_of[block])
+    if row >= firsts.keys.shape[0]:
+        raise KernelError(f"the first token of a request is {row}, outside 0..{firsts.keys.shape[0] - 1}")
+    if row >= 0:
+        keys[:, 0], values[:, 0] = firsts.keys[row, :, 0].float(), firsts.values[row, :, 0].float()
 
 
 def _staged(staging: Staging, blocks: torch.Tensor) -> torch.Tensor:

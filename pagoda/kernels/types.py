@@ -22,6 +22,21 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """One layer's keys and values, in full, of tokens that sequences begin with; owns nothing.
+
+    Attributes:
+        keys, values: `[num_rows, num_kv_heads, 1, head_dim]`, strided as a KVView's.
+        row_of: int32 `[num_blocks]`: which of the rows the sequence has that begins with a block; -1: none begins with
+            it, or one whose first token is stored as the others.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    row_of: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Staging:
     """One layer's keys and values, in full, of the blocks that are being filled; owns nothing.
 
@@ -29,11 +44,13 @@ class Staging:
         keys, values: `[num_staged, num_kv_heads, block_size, head_dim]`, strided as a KVView's.
         slot_of: int32 `[num_blocks]`: which of the staged blocks is the copy of a block of the pool. Only that of
             blocks that the rows of a call are in is read.
+        firsts: the first tokens of sequences.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slot_of: torch.Tensor
+    firsts: FirstTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +69,9 @@ class KVView:
     uint8 codes are two to a byte, so their last dimension is `head_dim / 2`: dimension `i` in the low four bits,
     `i + head_dim / 2` in the high ones. A uint8 scale is the upper half of a positive float16 (5 bits of exponent, 3 of
     mantissa). Keys with scales by channel are quantized a block at a time, when it is full: until then, and for the
-    block's own rows after that, the keys and the values of the block are read from `staging`.
+    block's own rows after that, the keys and the values of the block are read from `staging`. The first token of a
+    sequence has keys unlike all others: a block that a sequence begins with is quantized as if its second token stood
+    in both places, and rows of later blocks read the first from `staging.firsts`.
     """
 
     keys: torch.Tensor

@@ -27,7 +27,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
@@ -80,7 +80,7 @@ class LayerSpec:
     """What one layer keeps in a block, and how far back it looks (`window` tokens; None: everything).
 
     `staged` are the parts of a block that is being filled, kept outside the pool until it is full: for formats that
-    quantize whole blocks.
+    quantize whole blocks. These say nothing of the first token of a sequence, which is kept apart for good.
     """
 
     parts: tuple[PartSpec, ...]
@@ -261,6 +261,18 @@ class KVLayout:
         return KVLayout([LayerSpec(layer.staged, layer.window) for layer in self.layers], self.block_size)
 
     @cached_property
+    def firsts(self) -> KVLayout | None:
+        """The layout of tokens that sequences begin with, in full, where blocks are staged: blocks of one token.
+
+        All layers are one group: there is nothing in such a block that a window could leave behind.
+        """
+        if self.staged is None:
+            return None
+        kept = [layer.staged or layer.parts for layer in self.layers]
+        one = [[replace(part, shape=(part.shape[0], 1, *part.shape[2:])) for part in parts] for parts in kept]
+        return KVLayout([LayerSpec(tuple(parts)) for parts in one], 1)
+
+    @cached_property
     def bytes_per_token(self) -> float:
         """KV bytes of one token over all layers, padding excluded.
 
@@ -278,7 +290,10 @@ class KVLayout:
         Args:
             identity: what else decides the bytes: content hashes of weights and adapter, RoPE parameters, kv_format.
         """
-        described = [[[_described(part) for part in layer.parts], layer.window] for layer in self.layers]
+        described = [
+            [[_described(part) for part in layer.parts], layer.window, *(["first apart"] if layer.staged else [])]
+            for layer in self.layers
+        ]
         canonical = json.dumps([self.block_size, described, dict(identity)], sort_keys=True)
         return hashlib.sha256(canonical.encode()).digest()
 

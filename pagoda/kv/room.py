@@ -1,7 +1,8 @@
 """Room: how the bytes of a pool are split between its blocks and full copies of those that are being filled.
 
-| block | block | block | ...          | passing | lasting | lasting |
-  num_blocks, of the pool's layout       of `layout.staged`: only where whole blocks are quantized
+| block | block | block | ...          | passing | lasting | lasting |         | first | first |
+  num_blocks, of the pool's layout       of `layout.staged`: only where         of `layout.firsts`, the same
+                                         whole blocks are quantized
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ class StagedRoom:
     num_passing: int
     num_lasting: int
 
+    def num_firsts(self, layout: KVLayout) -> int:
+        """First tokens of sequences that there is room for: one for each that fills a block of each layer group."""
+        return max(1, self.num_lasting // len(layout.groups))
+
     def num_bytes(self, layout: KVLayout) -> int:
         """What they take beside a pool of this layout."""
-        if layout.staged is None:
+        if layout.staged is None or layout.firsts is None:
             return 0
         strips = sum(planes.stride for planes in layout.staged.planes)
-        return self.num_passing * strips + self.num_lasting * layout.staged.pool_block_bytes
+        blocks = self.num_passing * strips + self.num_lasting * layout.staged.pool_block_bytes
+        return blocks + self.num_firsts(layout) * layout.firsts.pool_block_bytes
 
 
 def most_running(layout: KVLayout, num_bytes: int, wanted: int) -> int:
     """How many samples may run at once in a pool, at most `wanted`: each is filling a block of each layer group."""
     if layout.staged is None:
         return wanted
-    of_one = len(layout.groups) * layout.staged.pool_block_bytes
+    of_one = StagedRoom(0, len(layout.groups)).num_bytes(layout)
     return min(wanted, max(_LEAST_RUNNING, num_bytes // _STAGED_SHARE // of_one - 1))
 
 

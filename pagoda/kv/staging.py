@@ -9,11 +9,14 @@
 Later steps read what is half full, so it has a strip in each layer. What one step fills whole is quantized before the
 next layer is computed, so layers take the same strips in turn: a long chunk of a prompt costs as many strips as it has
 blocks, and not as many for each layer.
+
+The first token of a sequence draws more attention than all others, and has keys like none of them. So it is no part of
+what its block is quantized to: it stays in full, in a pool of such tokens, and `Staging.begin` says which is whose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,10 +27,10 @@ from pagoda.kv.room import StagedRoom
 
 
 class StagedPool(BlockPool):
-    """A BlockPool with a staging area.
+    """A BlockPool with a staging area, and a pool of first tokens of sequences, one to a block.
 
     Args:
-        layout: one that has `layout.staged`.
+        layout: one that has `layout.staged` and `layout.firsts`.
         room: how many copies there is room for at first.
         num_blocks, device, progress: see BlockPool.
     """
@@ -42,9 +45,11 @@ class StagedPool(BlockPool):
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(layout, num_blocks, device=device, progress=progress)
-        assert layout.staged is not None
+        assert layout.staged is not None, "blocks of this layout are not staged"
+        assert layout.firsts is not None, "what is staged has first tokens"
         self.staging = Staging(layout.staged, num_blocks, room, self._bytes.device)
-        self.num_bytes += sum(strips.numel() for strips in self.staging.strips)
+        self.firsts = BlockPool(layout.firsts, room.num_firsts(layout), device=device)
+        self.num_bytes += sum(strips.numel() for strips in self.staging.strips) + self.firsts.num_bytes
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a whole block, and what is staged of it. Mutates block `target`."""
@@ -67,6 +72,7 @@ class Staging:
     Attributes:
         strips: for each of the layout's planes uint8 `[n, stride]`; other tensors once there was no room.
         slot_of: int32 `[most layers of planes, num_blocks]`: which of the strips is a block's, in each layer.
+        row_of: int32 `[num_blocks]`: which first token the sequence has that begins with a block; -1: none begins.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, room: StagedRoom, device: torch.device) -> None:
@@ -75,6 +81,8 @@ class Staging:
         num_layers = max(planes.count for planes in layout.planes)
         self._layers = torch.arange(num_layers, dtype=torch.int32, device=device)[:, None]
         self.slot_of = torch.full((num_layers, num_blocks), -1, dtype=torch.int32, device=device)
+        self.row_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
+        self._rows: Mapping[int, int] = {}
         self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
         self._slots: dict[int, int] = {}  # of the copies that last, from 0
         self._free = list(reversed(range(room.num_lasting)))
@@ -93,6 +101,19 @@ class Staging:
         spec = self._layout.part(layer, part)
         of_size, index, start = self._layout.place(spec.offset)
         return part_of(self.strips[of_size], spec, start), self.slot_of[index]
+
+    def begin(self, rows: Mapping[int, int]) -> None:
+        """Say which first token each sequence of a step has, by the block it begins with; all other blocks begin none.
+
+        A block may have been a sequence's first and be another's tenth now: it is quantized as what it is in this step.
+        """
+        if rows == self._rows:  # as in most steps
+            return
+        for blocks, values in ((self._rows, [-1] * len(self._rows)), (rows, list(rows.values()))):
+            if blocks:
+                index = torch.tensor(list(blocks), device=self._device)
+                self.row_of[index] = torch.tensor(values, dtype=torch.int32, device=self._device)
+        self._rows = rows
 
     def open(self, passing: Sequence[int], lasting: Iterable[int]) -> None:
         """See that the blocks that a step writes to have copies.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from pagoda.kernels import AttentionOutput, KVView, Staging
+from pagoda.kernels import AttentionOutput, FirstTokens, KVView, Staging
 
 CODES = {
     "fp32": torch.float32,
@@ -21,6 +21,7 @@ CODES = {
     "int4": torch.uint8,
 }
 PAD = 64  # bytes around each part of a block
+NUM_FIRSTS = 3
 
 
 def make_view(
@@ -50,7 +51,10 @@ def make_view(
     if key_format == "int4":
         full = (heads, tokens, head_dim), dtype
         copies = _parts(num_blocks, {"keys": full, "values": full})
-        staging = Staging(**copies, slot_of=torch.full((num_blocks,), -1, dtype=torch.int32))
+        one = (heads, 1, head_dim), dtype
+        nowhere = torch.full((num_blocks,), -1, dtype=torch.int32)
+        firsts = FirstTokens(**_parts(NUM_FIRSTS, {"keys": one, "values": one}), row_of=nowhere.clone())
+        staging = Staging(**copies, slot_of=nowhere, firsts=firsts)
     return KVView(**parts, staging=staging)
 
 
@@ -88,6 +92,11 @@ class Written:
         self.v = torch.randn(length, heads, head_dim, generator=generator).to(dtype)
         self.q = (torch.randn(length, heads * group, head_dim, generator=generator) / 2).to(dtype)
         self.table = torch.randperm(num_blocks, generator=generator)[: -(-length // self.block_size)].to(torch.int32)
+        if view.staging is not None:  # a first token has keys unlike all others
+            self.k[0] = (3 * torch.randn(heads, head_dim, generator=generator)).to(dtype)
+            firsts, row = view.staging.firsts, 1
+            firsts.keys[row, :, 0], firsts.values[row, :, 0] = self.k[0], self.v[0]
+            firsts.row_of[self.table[0]] = row
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop)
@@ -139,5 +148,7 @@ def clone(view: KVView) -> KVView:
     }
     staging = view.staging
     if staging is not None:
-        staging = Staging(staging.keys.clone(), staging.values.clone(), staging.slot_of.clone())
+        firsts = staging.firsts
+        firsts = FirstTokens(firsts.keys.clone(), firsts.values.clone(), firsts.row_of.clone())
+        staging = Staging(staging.keys.clone(), staging.values.clone(), staging.slot_of.clone(), firsts)
     return replace(view, **parts, staging=staging)

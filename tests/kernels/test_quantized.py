@@ -120,7 +120,8 @@ def as_read(written: Written, name: str) -> torch.Tensor:
         return unmix(read) if name == "keys" else read
     if name == "values":
         return decode_nibbles(*encode_nibbles(x, -1), -1)
-    blocks = x[: len(x) // size * size].unflatten(0, (-1, size)).transpose(1, 2)
+    blocks = x[: len(x) // size * size].unflatten(0, (-1, size)).transpose(1, 2).clone()
+    blocks[0, :, 0] = blocks[0, :, min(1, size - 1)]  # no scale has to do with the first token
     return decode_nibbles(*encode_nibbles(blocks, -2), -2).transpose(1, 2).flatten(0, 1)
 
 
@@ -132,10 +133,12 @@ def definition(written: Written, window: int | None) -> torch.Tensor:
     for row, query in enumerate(written.q):
         first = 0 if window is None else max(0, row - window + 1)
         own = row // written.block_size * written.block_size if written.view.staging is not None else row + 1
+        in_full = min(1, own) if written.view.staging is not None else 0
         keys, values = (
-            torch.cat((quantized[first:own], full[max(first, own) : row + 1])).repeat_interleave(group, dim=1)
+            torch.cat((full[first:in_full], quantized[max(first, in_full) : own], full[max(first, own) : row + 1]))
             for quantized, full in sides
         )
+        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         weights = (torch.einsum("hd,jhd->hj", query, keys) * written.view.head_dim**-0.5).softmax(-1)
         rows.append(torch.einsum("hj,jhd->hd", weights, values))
     return torch.stack(rows)
@@ -226,6 +229,7 @@ def test_views_that_do_not_fit_are_refused() -> None:
     assert int8.key_scales is not None
     assert int4.key_zeros is not None
     assert int4.staging is not None
+    row_of = int4.staging.firsts.row_of
     for wrong in (
         replace(int8, key_scales=None),
         replace(int8, key_scales=int8.key_scales.float()),
@@ -239,6 +243,9 @@ def test_views_that_do_not_fit_are_refused() -> None:
         replace(int4, staging=replace(int4.staging, slot_of=int4.staging.slot_of[:-1])),
         replace(int4, staging=replace(int4.staging, keys=int4.staging.keys.half())),
         replace(int4, staging=replace(int4.staging, values=int4.staging.values[..., :-1])),
+        replace(int4, staging=replace(int4.staging, firsts=replace(int4.staging.firsts, row_of=row_of[:-1]))),
+        replace(int4, staging=replace(int4.staging, firsts=replace(int4.staging.firsts, row_of=row_of.long()))),
+        replace(int4, staging=replace(int4.staging, firsts=replace(int4.staging.firsts, keys=int4.staging.keys))),
         replace(int8, keys=int8.keys.short()),
     ):
         with pytest.raises(KernelError):

@@ -40,7 +40,9 @@ def widened(written: Written) -> Written:
     wide.q = written.q.float()
     staging = written.view.staging
     if staging is not None:
-        staging = replace(staging, keys=staging.keys.float(), values=staging.values.float())
+        firsts = staging.firsts
+        firsts = replace(firsts, keys=firsts.keys.float(), values=firsts.values.float())
+        staging = replace(staging, keys=staging.keys.float(), values=staging.values.float(), firsts=firsts)
     wide.view = replace(written.view, staging=staging)
     return wide
 

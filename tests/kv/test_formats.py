@@ -162,6 +162,12 @@ def test_blocks_whose_keys_are_in_another_basis_are_other_blocks() -> None:
     assert all(not part.basis for each in layout("int4", 16).layers for part in each.parts)
 
 
+def test_blocks_that_are_quantized_with_their_first_token_are_other_blocks() -> None:
+    """Disk tiers may hold INT4 blocks from before first tokens were kept apart."""
+    before = [replace(each, staged=()) for each in layout("int4", 16).layers]
+    assert KVLayout(before, 16).fingerprint({}) != layout("int4", 16).fingerprint({})
+
+
 def test_formats_have_fingerprints_of_their_own() -> None:
     names = [*FORMATS, "int8/int4", "int4/int8"]
     assert len({layout(name, 16).fingerprint({}) for name in names}) == len(names)

@@ -125,11 +125,32 @@ def test_copying_a_block_copies_what_is_staged_of_it(pool: StagedPool) -> None:
     assert 16 not in staged(pool)
 
 
+def test_a_block_begins_the_sequence_that_a_step_has_it_begin(pool: StagedPool) -> None:
+    row_of = pool.staging.row_of
+    assert (row_of == -1).all()
+    pool.staging.begin({7: 0, 3: 2})
+    assert (row_of[7], row_of[3], int((row_of >= 0).sum())) == (0, 2, 2)
+    pool.staging.begin({3: 1, 9: 0})
+    assert (row_of[3], row_of[9], int((row_of >= 0).sum())) == (1, 0, 2)
+    pool.staging.begin({})
+    assert (row_of == -1).all()
+
+
+def test_first_tokens_are_as_many_as_sequences_and_part_of_the_memory(pool: StagedPool) -> None:
+    assert pool.firsts.num_blocks == 4
+    assert [pool.firsts.view(layer, "keys").shape for layer in LAYERS] == [(4, 2, 1, 8)] * 3
+    blocks = 20 * pool.layout.pool_block_bytes
+    assert pool.num_bytes == blocks + StagedRoom(2, 4).num_bytes(pool.layout)
+    assert pool.layout.firsts is not None
+    assert pool.layout.firsts.block_bytes == 3 * 2 * 64, "2 heads of 8 float32, of keys and of values in each layer"
+
+
 def test_layers_of_other_formats_and_sizes_have_copies_of_their_own() -> None:
     int4, plain = parse_format("int4"), parse_format("fp32")
     kinds = [plain.attention(2, 8, 4, None, "float32"), int4.attention(2, 8, 4, None, "float32")]
     kinds += [int4.attention(1, 8, 4, None, "float32"), int4.attention(2, 8, 4, None, "float32")]
     pool = StagedPool(KVLayout(kinds, 4), 20, StagedRoom(1, 2))
+    assert pool.firsts.view(0, "keys").shape == (2, 2, 1, 8), "of layers that are stored as computed as well"
     pool.staging.open([3], [4])
     for layer in (1, 2, 3):
         for block in (3, 4):

@@ -1,0 +1,113 @@
+"""FirstRows: keys and values, in full, of the tokens that sequences begin with, where blocks of keys are quantized.
+
+    plan      a: <s> ..   b: Hi ..   c: <s> ..
+    rows      0: <s>      1: Hi      2: (free)
+
+A sequence's first token sees itself alone, so its keys and values depend on nothing but the token and the adapter: what
+is computed once serves all who begin so, in any scope, cold or after a hit, and where it was given up it is computed
+again. (That such a token is worth keeping as it is: IntactKV, arXiv:2403.01241.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pagoda.engine.request import Request
+from pagoda.engine.scheduler import Rows
+from pagoda.kernels import KVView
+from pagoda.kv.pool import BlockPool
+from pagoda.model.batch import ForwardBatch
+from pagoda.model.decoder import Decoder
+from pagoda.model.lora import Adapter, AdapterRows
+
+_First = tuple[int, str]  # the token, and the identity of the adapter that changes it, or ""
+
+
+class FirstRows:
+    """The rows of a pool of first tokens, one to a block; the least recently used are given up for others.
+
+    Args:
+        pool: of `layout.firsts`, with a block for each sequence that a plan may have.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._views = [
+            KVView.of({part.name: pool.view(layer, part.name) for part in spec.parts})
+            for layer, spec in enumerate(pool.layout.layers)
+        ]
+        self._free = list(range(pool.num_blocks))
+        self._rows: OrderedDict[_First, int] = OrderedDict()
+        self._made_by: weakref.ref[Decoder] | None = None
+
+    def find(self, plan: Sequence[Rows], decoder: Decoder) -> dict[int, int]:
+        """Which row has the first token of each sequence of a plan, by the blocks that it begins with.
+
+        What no row has is computed: one token for each, in one pass.
+        """
+        if self._made_by is None or self._made_by() is not decoder:  # other weights
+            self._free += self._rows.values()
+            self._rows.clear()
+            self._made_by = weakref.ref(decoder)
+        adapters = [_adapter(rows.sample.request) for rows in plan]
+        firsts = [
+            (int(rows.sample.tokens.view[0]), "" if adapter is None else adapter.identity)
+            for rows, adapter in zip(plan, adapters, strict=True)
+        ]
+        wanted = dict(zip(firsts, adapters, strict=True))
+        for first in wanted.keys() & self._rows.keys():
+            self._rows.move_to_end(first)
+        missing = {first: adapter for first, adapter in wanted.items() if first not in self._rows}
+        if missing:
+            self._compute(missing, decoder)
+        found = {}
+        for rows, first in zip(plan, firsts, strict=True):
+            for table in rows.sample.running_lease.tables:
+                if table.first == 0:  # else the token slid out of the window
+                    found[int(table.ids[0])] = self._rows[first]
+        return found
+
+    def _compute(self, missing: Mapping[_First, Adapter | None], decoder: Decoder) -> None:
+        """Compute first tokens into free rows, or into those of the least recently used."""
+        while len(self._free) < len(missing):
+            self._free.append(self._rows.popitem(last=False)[1])
+        taken = self._free[-len(missing) :]
+        decoder.forward(
+            _singles([token for token, _ in missing], taken, decoder.device),
+            self._views,
+            [0] * len(self._views),
+            adapters=_adapter_rows(list(missing.values()), decoder.device),
+        )
+        del self._free[-len(missing) :]
+        self._rows.update(zip(missing, taken, strict=True))
+
+
+def _adapter(request: Request) -> Adapter | None:
+    """The adapter that changes a request's first token."""
+    return request.adapter if request.scope.adapter_from == 0 else None
+
+
+def _singles(tokens: Sequence[int], blocks: Sequence[int], device: torch.device) -> ForwardBatch:
+    """A request of one token for each, in a block of its own."""
+    count = len(tokens)
+    ids = torch.tensor(blocks, dtype=torch.int32, device=device)
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(count, dtype=torch.int64, device=device),
+        query_start=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(count, dtype=torch.int32, device=device),
+        block_tables=(ids[:, None],),
+        slot_mapping=(ids.long(),),
+        logits_rows=torch.empty(0, dtype=torch.int64, device=device),
+    )
+
+
+def _adapter_rows(of_rows: Sequence[Adapter | None], device: torch.device) -> AdapterRows | None:
+    adapters = list(dict.fromkeys(adapter for adapter in of_rows if adapter is not None))
+    if not adapters:
+        return None
+    which = [-1 if adapter is None else adapters.index(adapter) for adapter in of_rows]
+    return AdapterRows(adapters, torch.tensor(which, device=device))
