@@ -28,7 +28,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 EXTENSION = "pagoda._native"  # compiled from csrc/: kernels only
-KERNEL_TYPES = ("AttentionOutput", "KVView", "LayerStep", "RowRecall", "Staging", "Steering")
+KERNEL_TYPES = ("AttentionOutput", "FirstTokens", "KVView", "LayerStep", "RowRecall", "Staging", "Steering")
 
 LEAVES = (
     "layout",
