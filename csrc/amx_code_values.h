@@ -59,6 +59,11 @@ public:
         }
     }
 
+    // Weights of a step's first entry, of so many heads that were started, are zero.
+    void leave_out_first(int heads) {
+        for (int h = 0; h < heads; h++) scales_[h * kStepKeys] = zeros_[h * kStepKeys] = 0.0f;
+    }
+
     // Scores [count] of column `c`, in log2 relative to `top`, become weights. Adds exponentials to `sums`, and times zeros to `zero_sums`.
     // Returns the unit of what `accumulate` will sum.
     float weigh(int c, int count, float top, const float* scores, Ahead& ahead, Vec& sums, Vec& zero_sums) {

@@ -54,8 +54,38 @@ private:
     static int64_t whole(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 };
 
-// One stretch's part in what `s` accumulates, without the first `hidden` entries of the sequence.
-inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& stretch, int hidden, const FewScratch& s) {
+// The sequence's first token where it is in full: its scores and values take the place of what its codes mean.
+class FirstEntry {
+public:
+    FirstEntry(const AttentionArgs& a, const Tile& t) : firsts_(a.pool.staged.firsts), head_dim_(a.pool.head_dim), row_(first_row(a, t)) {}
+
+    bool is_in(int64_t begin) const { return begin == 0 && row_ >= 0; }
+    float score(const float* q, int kv_head) const {
+        const bf16* key = place(firsts_.keys, kv_head);
+        Vec products = {};
+        for (int64_t d = 0; d < head_dim_; d += kWidth) products += load(q + d) * load(key + d);
+        return sum(products);
+    }
+    // Of a row that does not see it the score is -inf.
+    void add(float score, float top, int kv_head, float* acc) const {
+        if (score == -INFINITY) return;
+        const bf16* value = place(firsts_.values, kv_head);
+        const Vec p = splat(exp2f(score - top));
+        for (int64_t d = 0; d < head_dim_; d += kWidth) store(acc + d, load(acc + d) + p * load(value + d));
+    }
+
+private:
+    const bf16* place(const PoolPart& part, int kv_head) const {
+        return (const bf16*)part.data + row_ * part.block_stride + kv_head * part.head_stride;
+    }
+
+    const Firsts& firsts_;
+    const int64_t head_dim_;
+    const int32_t row_;
+};
+
+// One stretch's part in what `s` accumulates.
+inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const FewScratch& s) {
     if (stretch.begin >= stretch.end) return;
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
     const int together = kFew / (int)rows;
@@ -64,6 +94,7 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
     Ahead(a, stretch, steps[0], t.kv_head, smaller(together, t.num_kv_heads), 1).finish();
     const CodeKeys keys(a, t, stretch, s.q, together, s.keys);
     CodeValues values(a, t, stretch, s.values);
+    const FirstEntry first(a, t);
     memset(s.sums, 0, 2 * kTileRows * kTileSide * sizeof(float));
     for (int64_t r = 0; r < all_rows; r++) s.sums[r * kTileSide] = s.sum[r];
     int now = 0;
@@ -80,13 +111,18 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
             Ahead ahead(a, stretch, last ? next : step, t.kv_head + then, smaller(together, t.num_kv_heads - then), work);
             keys.score(head, heads, step, ahead, s.scores);
             values.start(head, heads, step);
+            if (first.is_in(begin)) {
+                for (int c = 0; c < heads * rows; c++) {
+                    s.scores[c * kScoreRow] = first.score(s.q + (head * rows + c) * head_dim, t.kv_head + head + c / (int)rows);
+                }
+                values.leave_out_first(heads);
+            }
             FewTotals totals;
             for (int c = 0; c < heads * rows; c++) {
                 float* scores = s.scores + c * kScoreRow;
                 const int64_t row = head * rows + c;
                 soft_cap(a, scores, end);
-                Seen visible = seen(a, t, stretch, t.row_begin + c % rows, begin, begin + step.count);
-                if (begin == 0) visible.first = larger(visible.first, hidden);
+                const Seen visible = seen(a, t, stretch, t.row_begin + c % rows, begin, begin + step.count);
                 mask(scores, visible, end);
                 Vec best = load(scores);
                 for (int j = kTileSide; j < end; j += kTileSide) best = max(best, load(scores + j));
@@ -102,6 +138,10 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
                 totals.unit[c] = unit * part + (is_finite(sums * 0.0f) ? 0.0f : NAN);
             }
             for (int h = 0; h < heads; h++) values.accumulate(head, h, step, ahead, totals, s.acc + (head + h) * rows * head_dim);
+            for (int c = 0; first.is_in(begin) && c < heads * rows; c++) {
+                const int64_t row = head * rows + c;
+                first.add(s.scores[c * kScoreRow], s.top[row], t.kv_head + head + c / (int)rows, s.acc + row * head_dim);
+            }
             ahead.finish();
         }
     }
@@ -122,18 +162,12 @@ inline void few_rows_attention(const AttentionArgs& a, const Tile& t, void* memo
         s.top[r] = -INFINITY;
         s.sum[r] = 0;
     }
-    auto attend_plain = [&](const Stretch& stretch) {
-        const Scratch plain(s.q, s.acc, s.scores, s.top, s.sum, s.source);
-        with_source<bf16>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, plain); });
-    };
-    const Firsts& firsts = a.pool.staged.firsts;
     for (const Stretch& stretch : stretches(a, t)) {
         if (in_codes(*stretch.keys) && in_codes(*stretch.values)) {
-            const bool has_first = stretch.begin < stretch.end && first_row(a, t) >= 0;
-            if (has_first) attend_plain({Stretch::kEarlier, &firsts.keys, &firsts.values, firsts.row_of, 0, 1});
-            attend_few(a, t, stretch, has_first, s);
+            attend_few(a, t, stretch, s);
         } else {
-            attend_plain(stretch);
+            const Scratch plain(s.q, s.acc, s.scores, s.top, s.sum, s.source);
+            with_source<bf16>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, plain); });
         }
     }
     for (int64_t r = 0; r < all_rows; r++) {

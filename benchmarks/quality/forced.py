@@ -92,12 +92,14 @@ class Forced:
         finally:
             self.engine.core.abort(name)
 
-    def _tapped(self, batch: ForwardBatch, *args: Any, **options: Any) -> torch.Tensor:
+    def _tapped(self, batch: ForwardBatch, kv: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if kv is not self.engine.core._runner.kv:  # first tokens, which are computed apart
+            return self._forward(batch, kv, *args, **options)
         wanted = batch.logits_rows
         if self._every_row:
             rows = (batch.positions >= self._first_row).nonzero()[:, 0]
             batch = dataclasses.replace(batch, logits_rows=rows)
-        logits: torch.Tensor = self._forward(batch, *args, **options)
+        logits: torch.Tensor = self._forward(batch, kv, *args, **options)
         if len(logits):
             self._seen.append(logits)
         if not len(wanted):

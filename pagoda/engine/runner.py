@@ -143,23 +143,22 @@ class ModelRunner:
         self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
         self._staged = pool if isinstance(pool, StagedPool) else None
-        self._staging = None if self._staged is None else self._staged.staging
-        self._strips = None if self._staging is None else self._staging.strips
+        self._strips = None if self._staged is None else self._staged.staging.strips
         self._first_rows = None if self._staged is None else FirstRows(self._staged.firsts)
         self.kv = self._views()
         self._blender = None if cache is None else Blender(cache, self.kv, self._group_of_layer, decoder.rotations)
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        if self._staging is not None and self._first_rows is not None:
-            written = _Written.by(plan, self._pool.layout.block_size)
-            self._staging.begin(self._first_rows.find(plan, self.decoder))
-            self._staging.open(written.whole, written.begun + written.ended)
-            if self._strips is not self._staging.strips:
-                self._strips, self.kv = self._staging.strips, self._views()
+        if self._staged is None or self._first_rows is None:
+            return self._forward(plan)
+        staging, written = self._staged.staging, _Written.by(plan, self._pool.layout.block_size)
+        staging.begin(self._first_rows.find(plan, self.decoder))
+        staging.open(written.whole, written.begun + written.ended)
+        if self._strips is not staging.strips:
+            self._strips, self.kv = staging.strips, self._views()
         logits = self._forward(plan)
-        if self._staging is not None:
-            self._staging.close(written.whole + written.ended)
+        staging.close(written.whole + written.ended)
         return logits
 
     def spoilt(self, plan: Sequence[Rows]) -> list[Rows]:
@@ -172,7 +171,7 @@ class ModelRunner:
             if rows.stop - rows.start == 1 or sample.sparse is not None or sample.request.blend is not None:
                 continue
             # What is staged is shared once its block is whole, and what is not at once.
-            staged = self._staging is not None
+            staged = self._staged is not None
             start, stop = (at // size * size if staged else at for at in (rows.start, rows.stop))
             slots = torch.from_numpy(sample.running_lease.tables[group].slots(start, max(start, stop)))
             slots = slots.to(self.decoder.device, torch.int64)
@@ -208,12 +207,12 @@ class ModelRunner:
     def _view(self, layer: int) -> KVView:
         spec = self._pool.layout.layers[layer]
         parts = {part.name: self._pool.view(layer, part.name) for part in spec.parts}
-        if self._staging is None or not spec.staged:
+        if self._staged is None or not spec.staged:
             return KVView.of(parts)
-        (keys, slot_of), (values, _) = (self._staging.views(layer, part.name) for part in spec.staged)
-        first_keys, first_values = (self._staged.firsts.view(layer, part.name) for part in spec.staged)
-        firsts = FirstTokens(first_keys, first_values, self._staging.row_of)
-        return KVView.of(parts, Staging(keys, values, slot_of, firsts))
+        pool, staging = self._staged, self._staged.staging
+        (keys, slot_of), (values, _) = (staging.views(layer, part.name) for part in spec.staged)
+        first_keys, first_values = (pool.firsts.view(layer, part.name) for part in spec.staged)
+        return KVView.of(parts, Staging(keys, values, slot_of, FirstTokens(first_keys, first_values, staging.row_of)))
 
 
 @dataclass(frozen=True, slots=True)

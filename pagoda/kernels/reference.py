@@ -278,7 +278,7 @@ def _gather_staged(
 
 
 def _put_first(firsts: FirstTokens, block: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """What is in full of the first entry of a request, whose table begins with `block`, over what was gathered of it."""
+    """The first token of a sequence that begins with `block` as it is in full, over what its codes mean."""
     row = int(firsts.row_of[block])
     if row >= firsts.keys.shape[0]:
         raise KernelError(f"the first token of a request is {row}, outside 0..{firsts.keys.shape[0] - 1}")
