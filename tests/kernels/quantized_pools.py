@@ -21,7 +21,8 @@ CODES = {
     "int4": torch.uint8,
 }
 PAD = 64  # bytes around each part of a block
-NUM_FIRSTS = 3
+NUM_FIRSTS = 3  # of which requests have one, ROW
+ROW = 1
 
 
 def make_view(
@@ -92,11 +93,13 @@ class Written:
         self.v = torch.randn(length, heads, head_dim, generator=generator).to(dtype)
         self.q = (torch.randn(length, heads * group, head_dim, generator=generator) / 2).to(dtype)
         self.table = torch.randperm(num_blocks, generator=generator)[: -(-length // self.block_size)].to(torch.int32)
-        if view.staging is not None:  # a first token has keys unlike all others
+        if view.staging is not None:
+            # A first token has keys unlike all others. What later blocks read of it is something else here, to show.
             self.k[0] = (3 * torch.randn(heads, head_dim, generator=generator)).to(dtype)
-            firsts, row = view.staging.firsts, 1
-            firsts.keys[row, :, 0], firsts.values[row, :, 0] = self.k[0], self.v[0]
-            firsts.row_of[self.table[0]] = row
+            firsts = view.staging.firsts
+            for part in (firsts.keys, firsts.values):
+                part[ROW, :, 0] = (2 * torch.randn(heads, head_dim, generator=generator)).to(dtype)
+            firsts.row_of[self.table[0]] = ROW
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop)

@@ -21,7 +21,7 @@ from pagoda.kernels.quantized import (
     mix,
     unmix,
 )
-from tests.kernels.quantized_pools import Written, make_view
+from tests.kernels.quantized_pools import ROW, Written, make_view
 
 FORMATS = [
     ("int8", "int8"),
@@ -129,16 +129,19 @@ def definition(written: Written, window: int | None) -> torch.Tensor:
     """Attention of every token, one at a time, each key and value as the format says that it is read."""
     group = written.q.shape[1] // written.k.shape[1]
     sides = [(as_read(written, "keys"), written.k), (as_read(written, "values"), written.v)]
+    if written.view.staging is not None:
+        firsts = written.view.staging.firsts
+        for (quantized, _), first in zip(sides, (firsts.keys, firsts.values), strict=True):
+            if len(quantized):
+                quantized[0] = first[ROW, :, 0]
     rows = []
     for row, query in enumerate(written.q):
         first = 0 if window is None else max(0, row - window + 1)
         own = row // written.block_size * written.block_size if written.view.staging is not None else row + 1
-        in_full = min(1, own) if written.view.staging is not None else 0
         keys, values = (
-            torch.cat((full[first:in_full], quantized[max(first, in_full) : own], full[max(first, own) : row + 1]))
+            torch.cat((quantized[first:own], full[max(first, own) : row + 1])).repeat_interleave(group, dim=1)
             for quantized, full in sides
         )
-        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         weights = (torch.einsum("hd,jhd->hj", query, keys) * written.view.head_dim**-0.5).softmax(-1)
         rows.append(torch.einsum("hj,jhd->hd", weights, values))
     return torch.stack(rows)

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.errors import KernelError
 from pagoda.kernels import KVView, SharedPrefix, native, reference
-from tests.kernels.quantized_pools import Written, clone, make_view
+from tests.kernels.quantized_pools import ROW, Written, clone, make_view
 from tests.kernels.test_attention import TOLERANCE
 from tests.kernels.test_fused import SIZES, assert_as_good, call_by_call, tokens
 from tests.kernels.test_quantized import each_format
@@ -247,6 +247,11 @@ def test_a_block_without_a_staged_copy_is_refused(isa: str) -> None:
     written.close(32)
     with pytest.raises(KernelError, match="staged copy"):
         written.attend(native, 10, 20)
+    written.stage(0, 20)
+    written.view.staging.firsts.row_of[written.table[0]] = 3
+    for backend in (native, reference):
+        with pytest.raises(KernelError, match=r"first token of .*request.* is 3, outside 0\.\.2"):
+            written.attend(backend, 17, 20)
 
 
 @each_format
@@ -265,6 +270,9 @@ def test_the_fused_decoder_reads_and_writes_every_format(formats: tuple[str, str
         for view in run.kv:
             if view.staging is not None:
                 view.staging.slot_of.copy_(torch.arange(run.num_blocks))
+                firsts = view.staging.firsts  # read by blocks past the first, whatever it was
+                firsts.row_of[run.free[0][-1]] = ROW
+                firsts.keys[ROW], firsts.values[ROW] = torch.linspace(-1, 1, 16), torch.linspace(0, 0.5, 16)
         outcomes.append(run.chunked(tokens(60), [20, 1, 7]))
     torch.set_num_threads(before)
     assert_as_good(*outcomes)

@@ -159,17 +159,19 @@ def test_copies_of_blocks_that_are_being_filled_take_their_part() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.token_budget) == (MAX_NUM_SEQS, TOKEN_BUDGET) == (64, 512)
     footprint = Footprint(TOY, "int4")
-    copy = 2 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, tokens, head_dim, bytes
+    first = 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, head_dim, bytes
+    copy = 16 * first
     kv = 8 * 2**20
     # 64 samples fill a block each, and one ends another in the same step; layers take turns with what it fills whole.
-    blocks = int((kv - (64 + 1 + 32 / 2) * copy) // footprint.block_bytes)
+    # Each has a first token, too.
+    blocks = int((kv - (64 + 1 + 32 / 2) * copy - (64 + 1) * first) // footprint.block_bytes)
     assert num_tokens(footprint, kv) == 16 * blocks
     assert make_pool(footprint.layout, kv, config, torch.device("cpu")).num_blocks == blocks
     small = 2**20  # copies for as many would take more than a 16th
-    fewer = int((small - (15 + 1 + 32 / 2) * copy) // footprint.block_bytes)
+    fewer = int((small - (14 + 1 + 32 / 2) * copy - (14 + 1) * first) // footprint.block_bytes)
     assert num_tokens(footprint, small) == 16 * fewer
-    each = 10 * footprint.block_bytes + copy
-    assert num_users(footprint, (1 + 32 / 2) * copy + 7.5 * each, Workload(160)) == 7
+    each = 10 * footprint.block_bytes + copy + first
+    assert num_users(footprint, (1 + 32 / 2) * copy + first + 7.5 * each, Workload(160)) == 7
 
 
 @pytest.mark.parametrize(
