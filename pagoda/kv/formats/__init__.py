@@ -9,8 +9,9 @@
 
 Keys and values may have different formats: `int8/int4` is keys in INT8 and values in INT4. Keys in INT4 are quantized a
 block at a time, so a block that is being filled is kept in full beside the pool (`LayerSpec.staged`), which its own
-tokens read, and hits end where blocks end. All other formats quantize a token as it is written, and every token reads
-every key so. Keys that have a scale per token are mixed first, which spreads large channels over all (mixed.py).
+tokens read, and hits end where blocks end; the first token of a sequence stays in full for good (`KVLayout.firsts`).
+All other formats quantize a token as it is written, and every token reads every key so. Keys that have a scale per
+token are mixed first, which spreads large channels over all (mixed.py).
 
 One file a format. A format says which parts it keeps (metadata, for layouts and plans) and encodes and decodes whole
 blocks in numpy (for tiers and audits); the kernels do it a token at a time in kernels/quantized.py, to the same bytes.
