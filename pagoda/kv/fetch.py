@@ -17,7 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagoda.kv.tiers.records import RecordId
@@ -53,6 +53,7 @@ class Fetch:
             not loaded because computing is faster, and which could not be read.
         skipped: names of tiers that were not asked: out, or slower than computing.
         charged: bytes that arrived or will, and were not taken; see Fetcher.
+        clock: seconds.
     """
 
     ids: Sequence[Sequence[RecordId]]
@@ -72,16 +73,20 @@ class Fetch:
     num_failed: int = 0
     skipped: list[str] = field(default_factory=list)
     charged: int = 0
+    clock: Callable[[], float] = time.monotonic
     _front: tuple[int, float] = (0, 0.0)
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
 
     def begin(self, block_s: float, patience_s: float) -> None:
         """An early fetch is waited for from now on."""
-        self.is_early, self.block_s, self.patience_s, self._started = False, block_s, patience_s, time.monotonic()
+        self.is_early, self.block_s, self.patience_s, self._started = False, block_s, patience_s, self.clock()
 
     def note_front(self, block: int) -> None:
         """Tell the fetch that blocks before this one need no loading any more."""
-        self._front = block, time.monotonic()
+        self._front = block, self.clock()
 
     @property
     def front(self) -> float:
@@ -89,7 +94,7 @@ class Fetch:
         block, seen_at = self._front
         if not self.hedged.is_set():
             return block
-        return block + (time.monotonic() - max(seen_at, self._started)) / self.block_s
+        return block + (self.clock() - max(seen_at, self._started)) / self.block_s
 
     @property
     def least_front(self) -> int:
@@ -103,4 +108,4 @@ class Fetch:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._started
+        return self.clock() - self._started

@@ -11,8 +11,9 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -41,10 +42,19 @@ class Fetcher:
         block_bytes: payload of a record.
         num_groups: records per block.
         arrived: set whenever a fetch has news.
+        clock: seconds, for fetches.
     """
 
-    def __init__(self, lanes: list[Lane], block_bytes: int, num_groups: int, arrived: threading.Event) -> None:
+    def __init__(
+        self,
+        lanes: list[Lane],
+        block_bytes: int,
+        num_groups: int,
+        arrived: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.lanes = lanes
+        self._clock = clock
         self._arrived = arrived
         self._num_groups = num_groups
         self._block_bytes = block_bytes
@@ -69,7 +79,8 @@ class Fetcher:
             patience_s: seconds that the first piece may take while somebody waits, looking up included.
             lanes: those that may be asked, fastest first; None: all.
         """
-        fetch = Fetch(ids, recompute_s / len(ids), patience_s, len(ids), self.lanes if lanes is None else lanes)
+        asked = self.lanes if lanes is None else lanes
+        fetch = Fetch(ids, recompute_s / len(ids), patience_s, len(ids), asked, clock=self._clock)
         if not self._quick(fetch):
             fetch.meeting = self._guess(fetch, fetch.lanes)
             fetch.hedged.set()
@@ -78,7 +89,7 @@ class Fetcher:
 
     def fetch_early(self, ids: Sequence[Sequence[RecordId]], lanes: Sequence[Lane]) -> Fetch:
         """Start to load what these lanes have of these blocks, for a request that will `begin` later, or `end` it."""
-        fetch = Fetch(ids, 0.0, math.inf, len(ids), lanes, is_early=True)
+        fetch = Fetch(ids, 0.0, math.inf, len(ids), lanes, is_early=True, clock=self._clock)
         self._submit(fetch)
         return fetch
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from pagoda.kv.fetcher import Fetcher
@@ -45,6 +45,7 @@ class Hierarchy:
         num_groups: records per block position.
         timeout_s: a call to a tier that takes longer counts as a failure.
         after_hits: tiers that are written through get a block when it was used again so often, not when it is computed.
+        clock: seconds, for all that is predicted and waited for.
     """
 
     def __init__(
@@ -55,17 +56,21 @@ class Hierarchy:
         num_groups: int,
         timeout_s: float = 10.0,
         after_hits: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arrived = threading.Event()
         self._block_bytes = block_bytes
         self._after_hits = after_hits
         self._uses = FrequencySketch()
         names = _distinct(tier.name for tier, _ in tiers)
-        self.lanes = [Lane(tier, name=name, timeout_s=timeout_s) for (tier, _), name in zip(tiers, names, strict=True)]
+        self.lanes = [
+            Lane(tier, name=name, timeout_s=timeout_s, clock=clock)
+            for (tier, _), name in zip(tiers, names, strict=True)
+        ]
         self._writers: dict[WritePolicy, list[Writer]] = {policy: [] for policy in WritePolicy}
         for lane, (_, policy) in zip(self.lanes, tiers, strict=True):
             self._writers[policy].append(Writer(lane, "demoted" if policy is WritePolicy.BACK else "stored"))
-        self.fetcher = Fetcher(self.lanes, block_bytes, num_groups, self.arrived)
+        self.fetcher = Fetcher(self.lanes, block_bytes, num_groups, self.arrived, clock)
         # No thread knows the hierarchy, so one that is dropped without `close` goes, and its threads with it.
         self._end_threads = weakref.finalize(self, _end_threads_of, self._all_writers, self.fetcher, self.lanes)
         self._end_threads.atexit = False

@@ -9,7 +9,6 @@ half of what the restored tokens saved. After that it computes, up to where the 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from pagoda.kv.fetch import Fetch
@@ -85,10 +84,10 @@ class Restore:
         """
         ahead = self._target * self.block_size - self.lease.num_computed_tokens
         if (not self.fetch.hedged.is_set() or ahead <= 0) and self.patience_s > 0 and not self.has_all:
-            self._waiting_since = self._waiting_since or time.monotonic()
+            self._waiting_since = self.fetch.clock() if self._waiting_since is None else self._waiting_since
             return 0
         if self._waiting_since is not None:
-            self._waited_s += time.monotonic() - self._waiting_since
+            self._waited_s += self.fetch.clock() - self._waiting_since
             self._waiting_since = None
         self.fetch.hedged.set()
         if ahead <= 0:
@@ -105,7 +104,7 @@ class Restore:
     @property
     def patience_s(self) -> float:
         """How much longer to wait for the next blocks; negative when it is over."""
-        waiting_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        waiting_s = 0.0 if self._waiting_since is None else self.fetch.clock() - self._waiting_since
         return self.fetch.worth_waiting_s(self.num_restored) - self._waited_s - waiting_s
 
     def report(self) -> RestoreReport:

@@ -47,7 +47,7 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
 class FakeRunner:
     """See the module. `num_computed` counts the rows of all steps; `steps` has each step's plan sizes.
 
-    A step takes `seconds_per_token` for each of its rows.
+    A step takes `seconds_per_token` for each of its rows, which pass as `sleep` lets them.
     """
 
     def __init__(self, pool: TokenPool, windows: tuple[int | None, ...]) -> None:
@@ -56,6 +56,7 @@ class FakeRunner:
         self.steps: list[list[int]] = []
         self.fail_next = False
         self.seconds_per_token = 0.0
+        self.sleep: Callable[[float], None] = time.sleep
 
     @property
     def num_computed(self) -> int:
@@ -65,7 +66,7 @@ class FakeRunner:
         if self.fail_next:
             raise RuntimeError("the fake runner was told to fail")
         self.steps.append([rows.stop - rows.start for rows in plan])
-        time.sleep(self.seconds_per_token * sum(self.steps[-1]))
+        self.sleep(self.seconds_per_token * sum(self.steps[-1]))
         batch = build_batch(plan, torch.device("cpu"))
         flat = self.pool.slots.reshape(-1)
         for slots in batch.slot_mapping:
@@ -121,13 +122,18 @@ def make_core(
     max_model_len: int = 512,
     tiers: Sequence[tuple[Tier, WritePolicy]] = (),
     after_hits: int = 0,
+    clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     shares = {name: spec.share for name, spec in config.get("tenants", {}).items()}
     cache, pool = make(num_blocks, block_size, windows, shares=shares)
     if tiers:
         hierarchy = Hierarchy(
-            tiers, block_bytes=cache.layout.block_bytes, num_groups=len(windows), after_hits=after_hits
+            tiers,
+            block_bytes=cache.layout.block_bytes,
+            num_groups=len(windows),
+            after_hits=after_hits,
+            clock=clock,
         )
         cache = TieredCache(cache.layout, pool, hierarchy, KeyChain(cache.layout.fingerprint({"weights": "fake"})))
     runner = FakeRunner(pool, windows)

@@ -11,11 +11,8 @@ from pagoda.engine.params import SamplingParams
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import TierUse
 from pagoda.kv.observe import Explanation, MissReason
-from pagoda.kv.tiers.fake import Faults
 from tests.engine.fakes import make_core, run
-from tests.engine.test_hedging import NUM_BLOCKS, faults, prompt, warm_core
-
-__all__ = ["faults"]
+from tests.engine.restores import NUM_BLOCKS, SimulatedTime, prompt, warm
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 PATIENT = TierUse(wait_s=float("inf"))
@@ -29,8 +26,9 @@ def ask(core: EngineCore, tokens: list[int], name: str = "r", use: TierUse = PAT
     return explanation
 
 
-def test_what_a_tier_gave_is_no_miss(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
+def test_what_a_tier_gave_is_no_miss(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
     told = ask(core, prompt(0))
     assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.NONE, 400, 400)
     assert told.before == tuple(prompt(0)[384:400])
@@ -38,15 +36,17 @@ def test_what_a_tier_gave_is_no_miss(faults: Faults) -> None:
     assert told.restore.num_restored_blocks == NUM_BLOCKS
 
 
-def test_whole_blocks_are_all_that_tiers_give(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
+def test_whole_blocks_are_all_that_tiers_give(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
     told = ask(core, prompt(0)[:399])
     assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.PARTIAL_BLOCK, 396, 396)
     assert (told.before, told.asked) == (tuple(prompt(0)[380:396]), tuple(prompt(0)[396:399]))
 
 
-def test_the_first_miss_is_the_one_after_what_tiers_gave(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
+def test_the_first_miss_is_the_one_after_what_tiers_gave(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
     ask(core, [*prompt(0)[:6], *prompt(7)[:99]])
     core.cache.evict(1000)
     ask(core, [*prompt(0)[:6], *prompt(8)[:99]], "device")
@@ -63,9 +63,10 @@ def test_the_first_miss_is_the_one_after_what_tiers_gave(faults: Faults) -> None
     assert told.eviction is not None
 
 
-def test_what_came_from_the_back_hits_after_the_first_miss(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
-    faults.delay_s = 0.03
+def test_what_came_from_the_back_hits_after_the_first_miss(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
+    made.faults.delay_s = 0.03
     told = ask(core, prompt(0), use=TierUse())
     assert told.restore is not None
     assert told.num_hit_tokens == 4 * told.restore.num_restored_blocks
@@ -73,24 +74,27 @@ def test_what_came_from_the_back_hits_after_the_first_miss(faults: Faults) -> No
     assert told.asked == tuple(prompt(0)[told.missed_at : told.missed_at + 16])
 
 
-def test_a_tier_that_cannot_give_what_it_has_is_the_reason(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
-    faults.corrupting = 1.0
+def test_a_tier_that_cannot_give_what_it_has_is_the_reason(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
+    made.faults.corrupting = 1.0
     told = ask(core, prompt(0))
     assert told.reason == MissReason.RESTORE_FAILED
     assert told.restore is not None
     assert told.restore.num_failed_blocks > 0
 
 
-def test_a_tier_that_is_slower_than_computing_is_the_reason(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
-    faults.delay_s = 0.3
+def test_a_tier_that_is_slower_than_computing_is_the_reason(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
+    made.faults.delay_s = 0.3
     told = ask(core, prompt(0), use=TierUse())
     assert told.reason == MissReason.RESTORE_SLOWER
 
 
-def test_what_no_tier_has_was_evicted_or_never_seen(faults: Faults) -> None:
-    core, _, _ = warm_core(faults)
+def test_what_no_tier_has_was_evicted_or_never_seen(time: SimulatedTime) -> None:
+    made = warm(time)
+    core = made.core
     told = ask(core, prompt(9))
     assert told.reason == MissReason.NEVER_SEEN
     assert told.restore is not None

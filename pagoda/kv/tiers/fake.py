@@ -165,12 +165,15 @@ class Faults:
 
 
 class FaultyTier(WrappedTier):
-    """`inner`, with `faults` in front of each call."""
+    """`inner`, with `faults` in front of each call; `sleep` is how its delays pass."""
 
-    def __init__(self, inner: Tier, faults: Faults, *, seed: int = 0) -> None:
+    def __init__(
+        self, inner: Tier, faults: Faults, *, seed: int = 0, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         super().__init__(inner, f"faulty {inner.name}")
         self.faults = faults
         self._random = random.Random(seed)
+        self._sleep = sleep
 
     def _lookup(self, ids: Sequence[RecordId]) -> list[LookupResult]:
         self._suffer(0)
@@ -209,7 +212,7 @@ class FaultyTier(WrappedTier):
             raise TierUnavailable("injected: the tier is gone")
         pause = self.faults.delay_s + num_bytes / self.faults.bytes_per_s
         if pause > 0:
-            time.sleep(pause)
+            self._sleep(pause)
 
     def _strikes(self, share: float) -> bool:
         return share > 0 and self._random.random() < share
