@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import typer
 
-ACCESS = "Access"
+access_option = partial(typer.Option, rich_help_panel="Access")
+key_option = partial(access_option, show_envvar=True)
 
 
 class LogLevel(StrEnum):
@@ -32,17 +34,12 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 Logging = Annotated[LogLevel, typer.Option("--log-level", help="What to log.")]
 RoutingOption = Annotated[Routing, typer.Option(help="How a replica is chosen.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="PAGODA_API_KEY", show_envvar=True, help="Key that clients must send.", rich_help_panel=ACCESS),
-]
+ApiKey = Annotated[str | None, key_option(envvar="PAGODA_API_KEY", help="Key that clients must send.")]
 ClusterToken = Annotated[
     str | None,
-    typer.Option(
+    key_option(
         envvar="PAGODA_CLUSTER_TOKEN",
-        show_envvar=True,
         help="What a router and its replicas prove to each other that they belong together with.",
-        rich_help_panel=ACCESS,
     ),
 ]
 

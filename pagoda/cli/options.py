@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pagoda.engine.pressure.config import PressureConfig
 
 DEFAULT_MODEL = "smollm2"
-_MEMORY = "Memory and batching"
+memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
 
 
 def _check_size(param: typer.CallbackParam, size: str | None) -> str | None:
@@ -87,157 +88,131 @@ Model = Annotated[
 ]
 KvMemory = Annotated[
     str | None,
-    typer.Option(
+    memory_option(
         "--kv-memory",
         metavar="SIZE",
         callback=_check_size,
         help="KV cache size, such as 512MiB or 2GiB. "
         "\\[default: half of the available memory, or what all requests at full context fill if that is less]",
-        rich_help_panel=_MEMORY,
     ),
 ]
 MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Most tokens of prompt and output together. \\[default: the model's]", rich_help_panel=_MEMORY
-    ),
+    int | None, memory_option(min=1, help="Most tokens of prompt and output together. \\[default: the model's]")
 ]
-MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Most requests computed at once.", rich_help_panel=_MEMORY)]
-TokenBudget = Annotated[
-    int, typer.Option(min=1, help="Most tokens of one step, prefill and decode.", rich_help_panel=_MEMORY)
-]
+MaxNumSeqs = Annotated[int, memory_option(min=1, help="Most requests computed at once.")]
+TokenBudget = Annotated[int, memory_option(min=1, help="Most tokens of one step, prefill and decode.")]
 BlockSize = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of a KV block. \\[default: 16, with keys in int4 32]", rich_help_panel=_MEMORY),
+    int | None, memory_option(min=1, help="Tokens of a KV block. \\[default: 16, with keys in int4 32]")
 ]
 Tiers = Annotated[
     list[str] | None,
-    typer.Option(
+    memory_option(
         "--tier",
         metavar="SPEC",
         callback=_check_tiers,
         help="Where KV goes when the pool is full: dram:8GiB, disk:/path:100GiB, ... Repeatable, fastest first.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 Secret = Annotated[
     str | None,
-    typer.Option(
+    memory_option(
         envvar="PAGODA_SECRET",
         show_envvar=True,
         help="Shared by servers that share tiers; names of stored blocks tell nothing without it.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 TierAfterHits = Annotated[
     int,
-    typer.Option(
+    memory_option(
         min=0,
         help="Write a block to tiers that outlive the process when it was hit so often; 0: as soon as it is full.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 TierLossy = Annotated[
     bool,
-    typer.Option(
-        "--tier-lossy",
-        help="Let requests that do not say so have blocks from tiers whose codec loses something.",
-        rich_help_panel=_MEMORY,
+    memory_option(
+        "--tier-lossy", help="Let requests that do not say so have blocks from tiers whose codec loses something."
     ),
 ]
 Audit = Annotated[
     float,
-    typer.Option(
+    memory_option(
         min=0,
         max=1,
         help="Compute this share of hit blocks again and compare; what is wrong goes, and the tier it came from.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 TierKey = Annotated[
     str | None,
-    typer.Option(
+    memory_option(
         metavar="SOURCE",
         envvar="PAGODA_TIER_KEY",
         show_envvar=True,
         help="Seal what tiers outside this process hold (AES-GCM): env:NAME or file:PATH of a key in hexadecimal.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 KvPolicy = Annotated[
     str | None,
-    typer.Option(
+    memory_option(
         "--kv-policy",
         metavar="POLICY",
         callback=_check_kv_policy,
         help="What requests that do not say it drop of their KV: h2o:512, streaming:1024, ... \\[default: nothing]",
-        rich_help_panel=_MEMORY,
     ),
 ]
 HostMemory = Annotated[
     str,
-    typer.Option(
+    memory_option(
         "--host-memory",
         metavar="SIZE",
         callback=_check_size,
         help="Most memory for KV that infinigen and quest recall; it is taken as it is needed.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 Eviction = Annotated[
-    str,
-    typer.Option(
-        metavar="POLICY", help="What goes first when the pool is full: reuse, lru, ...", rich_help_panel=_MEMORY
-    ),
+    str, memory_option(metavar="POLICY", help="What goes first when the pool is full: reuse, lru, ...")
 ]
 KvFormat = Annotated[
     str,
-    typer.Option(
+    memory_option(
         "--kv-format",
         metavar="FORMAT",
         callback=_check_format,
         help="How keys and values are stored: auto, bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, int8, int4 or KEYS/VALUES.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 KvSkipLayers = Annotated[
     str,
-    typer.Option(
+    memory_option(
         "--kv-skip-layers",
         metavar="LAYERS",
         callback=_check_layers,
         help="Layers that --kv-format leaves as the model computes, such as 0,1,29.",
-        rich_help_panel=_MEMORY,
     ),
 ]
 WeightsFormat = Annotated[
     str,
-    typer.Option(
-        "--weights",
-        metavar="FORMAT",
-        help="full, or int8: half the bytes to keep and to read, at a small loss.",
-        rich_help_panel=_MEMORY,
+    memory_option(
+        "--weights", metavar="FORMAT", help="full, or int8: half the bytes to keep and to read, at a small loss."
     ),
 ]
 MemoryLimit = Annotated[
     str | None,
-    typer.Option(
+    memory_option(
         "--memory-limit",
         metavar="SIZE",
         callback=_check_size,
         help="Most memory of this process; near it, requests are refused. \\[default: its cgroup's limit, if any]",
-        rich_help_panel=_MEMORY,
     ),
 ]
 Pressure = Annotated[
     str,
-    typer.Option(
+    memory_option(
         metavar="on|off|FILE",
         help="What to do when there is more to do than room: the pressure ladder, as it is or as a TOML file says.",
-        rich_help_panel=_MEMORY,
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MEMORY)]
+Dtype = Annotated[str, memory_option(help="auto, float32 or bfloat16.")]
 
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]

@@ -30,21 +30,13 @@ def route(
     routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="PAGODA_API_KEY",
-            show_envvar=True,
-            help="Key that clients must send. \\[default: backends check their keys]",
-            rich_help_panel=listening.ACCESS,
+        listening.key_option(
+            envvar="PAGODA_API_KEY", help="Key that clients must send. \\[default: backends check their keys]"
         ),
     ] = None,
     backend_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="PAGODA_BACKEND_KEY",
-            show_envvar=True,
-            help="Key that backends get instead of the client's.",
-            rich_help_panel=listening.ACCESS,
-        ),
+        listening.key_option(envvar="PAGODA_BACKEND_KEY", help="Key that backends get instead of the client's."),
     ] = None,
     cluster_token: listening.ClusterToken = None,
     max_body_mib: Annotated[float, typer.Option(help="Longer requests are refused.")] = 8.0,

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pagoda.server.auth import ApiKeys
     from pagoda.server.tracing import Tracing
 
-_CLUSTER = "Cluster"
+_cluster_option = partial(typer.Option, rich_help_panel="Cluster")
 logger = logging.getLogger(__name__)
 
 
@@ -76,109 +77,75 @@ def serve(
     memory_limit: options.MemoryLimit = None,
     queue_policy: Annotated[
         QueuePolicy,
-        typer.Option(
-            help="Order of waiting requests: arrival, priority, or longest prefix match.",
-            rich_help_panel="Memory and batching",
-        ),
+        options.memory_option(help="Order of waiting requests: arrival, priority, or longest prefix match."),
     ] = QueuePolicy.FCFS,
     lease_share: Annotated[
         float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Most of the KV cache that prefixes with a guaranteed lifetime may hold.",
-            rich_help_panel="Memory and batching",
+        options.memory_option(
+            min=0, max=1, help="Most of the KV cache that prefixes with a guaranteed lifetime may hold."
         ),
     ] = 0.5,
     api_key: listening.ApiKey = None,
     admin_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="PAGODA_ADMIN_KEY",
-            show_envvar=True,
-            help="Key of the operator's routes: usage by tenant, pins, clearing the cache.",
-            rich_help_panel=listening.ACCESS,
+        listening.key_option(
+            envvar="PAGODA_ADMIN_KEY", help="Key of the operator's routes: usage by tenant, pins, clearing the cache."
         ),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Keys and their tenants: TOML, with shares and classes; or one 'KEY [TENANT]' a line.",
-            rich_help_panel=listening.ACCESS,
+        listening.access_option(
+            help="Keys and their tenants: TOML, with shares and classes; or one 'KEY [TENANT]' a line."
         ),
     ] = None,
-    prices: Annotated[
-        Path | None, typer.Option(help="What tokens cost, for `pagoda usage`: TOML.", rich_help_panel=listening.ACCESS)
-    ] = None,
+    prices: Annotated[Path | None, listening.access_option(help="What tokens cost, for `pagoda usage`: TOML.")] = None,
     prefill_next_turn: Annotated[
         bool,
-        typer.Option(
-            "--prefill-next-turn",
-            help="After a chat's answer, compute what the next turn's prompt will begin with.",
-            rich_help_panel="Memory and batching",
+        options.memory_option(
+            "--prefill-next-turn", help="After a chat's answer, compute what the next turn's prompt will begin with."
         ),
     ] = False,
     blend_ratio: Annotated[
         float,
-        typer.Option(
+        options.memory_option(
             min=0,
             max=1,
             help="Of passages marked for reuse anywhere, the share computed anew where a request does not say.",
-            rich_help_panel="Memory and batching",
         ),
     ] = 0.15,
     blend_auto: Annotated[
         bool,
-        typer.Option(
+        options.memory_option(
             "--blend-auto",
             help="Reuse passages of long user messages anywhere, marked or not; answers change within bounds.",
-            rich_help_panel="Memory and batching",
         ),
     ] = False,
     usage_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where the token counts of tenants and keys survive restarts.", rich_help_panel=listening.ACCESS
-        ),
+        Path | None, listening.access_option(help="Where the token counts of tenants and keys survive restarts.")
     ] = None,
     caches_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where named caches survive restarts, with the text that they hold.",
-            rich_help_panel="Memory and batching",
-        ),
+        Path | None, options.memory_option(help="Where named caches survive restarts, with the text that they hold.")
     ] = None,
     public_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where it survives restarts which prefixes are public, as token ids.",
-            rich_help_panel="Memory and batching",
-        ),
+        Path | None, options.memory_option(help="Where it survives restarts which prefixes are public, as token ids.")
     ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=FOLDER; clients ask for model NAME; repeatable."),
     ] = None,
-    replicas: Annotated[
-        int,
-        typer.Option(min=1, help="Engines in processes of their own, behind one address.", rich_help_panel=_CLUSTER),
-    ] = 1,
+    replicas: Annotated[int, _cluster_option(min=1, help="Engines in processes of their own, behind one address.")] = 1,
     routing: listening.RoutingOption = Routing.PREFIX_AWARE,
     kv_events: Annotated[
         str | None,
-        typer.Option(
-            metavar="ENDPOINT",
-            help="Publish block events (ZeroMQ): tcp://127.0.0.1:5557; port * takes a free one.",
-            rich_help_panel=_CLUSTER,
+        _cluster_option(
+            metavar="ENDPOINT", help="Publish block events (ZeroMQ): tcp://127.0.0.1:5557; port * takes a free one."
         ),
     ] = None,
     kv_events_replay: Annotated[
-        str,
-        typer.Option(metavar="ENDPOINT", help="Where missed block events are asked for.", rich_help_panel=_CLUSTER),
+        str, _cluster_option(metavar="ENDPOINT", help="Where missed block events are asked for.")
     ] = "tcp://127.0.0.1:*",
     kv_events_tokens: Annotated[
-        bool,
-        typer.Option("--kv-events-tokens", help="Tell token ids in block events.", rich_help_panel=_CLUSTER),
+        bool, _cluster_option("--kv-events-tokens", help="Tell token ids in block events.")
     ] = False,
     cluster_token: listening.ClusterToken = None,
     config: Config = None,
