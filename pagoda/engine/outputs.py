@@ -17,7 +17,7 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation as Explanation
 from pagoda.kv.observe import MissReason as MissReason
 from pagoda.kv.radix_node import TokenArray
-from pagoda.kv.transfer import TierReport as TierReport
+from pagoda.kv.tier_report import TierReport as TierReport
 from pagoda.sparse.report import SparseReport as SparseReport
 
 

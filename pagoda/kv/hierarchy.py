@@ -21,9 +21,10 @@ from enum import StrEnum
 from pagoda.kv.fetcher import Fetcher
 from pagoda.kv.frequency import FrequencySketch
 from pagoda.kv.keys import OwnerTag
+from pagoda.kv.tier_report import TierReport
 from pagoda.kv.tiers.base import Tier
 from pagoda.kv.tiers.records import RecordId
-from pagoda.kv.transfer import ByteRows, Lane, TierReport
+from pagoda.kv.transfer import ByteRows, Lane
 from pagoda.kv.write_queue import Delete, Hold, Purge, SetLease, Writer
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from pagoda.errors import TierError, TierUnavailable
 from pagoda.kv.breaker import Breaker, BreakerState
 from pagoda.kv.keys import OwnerTag
 from pagoda.kv.speed import Speed
+from pagoda.kv.tier_report import TierReport
 from pagoda.kv.tiers.base import Tally, Tier
 from pagoda.kv.tiers.records import (
     NO_EXPIRY,
@@ -55,45 +56,10 @@ _GLANCE_S = 0.02
 _CLOSE_S = 2.0
 _USAGE_PAUSE = 20
 _SHARE_SMOOTHING = 0.3
-_CONDITIONS = {BreakerState.CLOSED: "ok", BreakerState.HALF_OPEN: "trying", BreakerState.OPEN: "out"}
 _LOAD_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
 
 ByteRows = npt.NDArray[np.uint8]
 """uint8 `[num_records, block_bytes]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """One tier at one moment. Counts are records since the start, unless their names say otherwise.
-
-    `failures` counts calls and records that went wrong, by reason: unavailable, timeout, failed, `corrupt_<why>`,
-    `rejected_<why>`, audit. `is_quarantined`: out till the process ends. `num_expired` were asked for after their time.
-    `load_seconds` is a histogram: upper ends of buckets, and loads in each. `usage` is None until the tier told.
-    """
-
-    name: str
-    state: BreakerState
-    is_quarantined: bool
-    usage: Usage | None
-    num_stored: int
-    num_demoted: int
-    num_skipped: int
-    num_lost: int
-    num_loaded: int
-    num_slower: int
-    num_late: int
-    num_expired: int
-    num_unused: int
-    num_restored_tokens: int
-    num_prefetched_tokens: int
-    failures: dict[str, int]
-    load_seconds: tuple[tuple[float, int], ...]
-    load_seconds_sum: float
-
-    @property
-    def condition(self) -> str:
-        """How it is, in words that need no knowledge of breakers: ok, trying, out or quarantined."""
-        return "quarantined" if self.is_quarantined else _CONDITIONS[self.state]
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pagoda.kv.breaker import BreakerState
 from pagoda.kv.hierarchy import Hierarchy
-from pagoda.kv.transfer import TierReport
+from pagoda.kv.tier_report import TierReport
 
 _TIER = ("tier", "rank")
 
