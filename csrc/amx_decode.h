@@ -194,7 +194,10 @@ inline void accumulate_few(const Entries<bf16>& entries, const Lying& lying, int
             _tile_zero(4);
             _tile_zero(5);
             for (int j = 0; j < kTileKeys; j += kTileSide, p += 2 * part) {
-                if (begin == 0) ahead.some();
+                if (begin == 0) {
+                    ahead.some();
+                    ahead.some();
+                }
                 if (j >= entries.count) continue;
                 const Sixteen values = lying.at(entries.values, j, slot_bytes);
                 _tile_loadd(2, values.data + d, values.stride);
@@ -238,7 +241,6 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
             float* acc = s.acc + h * rows * head_dim;
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;
-                ahead.some();
                 ahead.some();
                 if (source.key_scales()) multiply(scores, source.key_scales(), entries.count);
                 soft_cap(a, scores, kTileKeys);
