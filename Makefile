@@ -4,7 +4,7 @@ MODEL ?= smollm2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-vllm lint format install bench bench-peers clean

@@ -1,14 +1,14 @@
 // Compiled once per instruction set, with PAGODA_ISA naming it and the compiler flags that allow it.
 #include "argmax.h"
-#include "attention_merge.h"
-#include "attention_tile.h"
+#include "attention/merge.h"
+#include "attention/tile.h"
 #include "elementwise.h"
-#include "linear.h"
-#include "sketch_scores.h"
+#include "linear/linear.h"
+#include "recall/sketch_scores.h"
 #if defined(__AMX_BF16__)
-#include "amx_few_rows.h"
-#include "amx_one_row.h"
-#include "amx_rows.h"
+#include "attention/amx_few_rows.h"
+#include "decoder/amx_one_row.h"
+#include "decoder/amx_rows.h"
 #endif
 
 #define PAGODA_STRING(x) PAGODA_STRING_(x)

@@ -7,10 +7,10 @@
 
 #include <limits>
 
-#include "decoder.h"
+#include "decoder/decoder.h"
 #include "isa.h"
 #include "ops.h"
-#include "recall.h"
+#include "recall/recall.h"
 
 namespace nb = nanobind;
 using namespace nanobind::literals;

@@ -1,9 +1,9 @@
 // Plain data shared by the Python binding, the planner and the kernels of every instruction set.
 //
-//   module.cpp ──> ops.cpp, attention.cpp       check values, split the work over threads (portable code)
+//   module.cpp ──> ops.cpp, attention/, recall/, decoder/       check values, split the work over threads: portable code, in *.cpp
 //                        │  IsaTable: one function per kernel and element type
 //                        ▼
-//   isa.cpp, compiled once per instruction set: elementwise.h linear.h attention_tile.h (amx_*.h)
+//   isa.cpp, compiled once per instruction set: elementwise.h, and what its includes say of attention/, linear/, decoder/ and recall/
 //
 // The files that isa.cpp includes must not instantiate templates of the standard library: the linker would keep one
 // copy for all instruction sets, and it might be the one that this CPU cannot run.
@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "compact.h"
+#include "linear/compact.h"
 
 namespace pagoda {
 

@@ -11,7 +11,7 @@ import torch
 from pagoda.errors import KernelError
 from pagoda.memory import ByteArray, host_memory
 
-# See csrc/compact.h.
+# See csrc/linear/compact.h.
 STRIP, DEPTH = 16, 32
 _GROUPS, _LINES, _HIGH_BYTES = 4, 3, 16
 _TILE_BYTES = 64 * _LINES * _GROUPS
@@ -22,7 +22,7 @@ _MOST_EXCEPTIONS = 1 / 64  # of all values; with more of them the matrix is not 
 class CompactMatrix:
     """A BF16 matrix `[out, in]` in about 12 bits a value, without loss, after DFloat11 (arXiv:2504.11651).
 
-    `out` is a multiple of 16 and `in` of 32; a strip is 16 outputs. csrc/compact.h has the layout.
+    `out` is a multiple of 16 and `in` of 32; a strip is 16 outputs. csrc/linear/compact.h has the layout.
 
     Attributes:
         strips: uint8 `[out / 16, in / 32, 768]`: the low byte of every value and four bits for its high byte.

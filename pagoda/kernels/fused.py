@@ -1,7 +1,7 @@
 """FusedDecoder: all layers of a BF16 decoder as one native call, where the CPU has matrix tiles (Intel AMX).
 
 What a layer does between reading its weights and its KV is small, and doing it call by call from Python costs as much
-as the reading; so one call runs all layers, and threads share the tasks of each phase (csrc/decoder.cpp, team.h).
+as the reading; so one call runs all layers, and threads share the tasks of each phase (csrc/decoder/).
 """
 
 from __future__ import annotations

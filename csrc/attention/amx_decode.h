@@ -10,7 +10,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention_tile.h"
+#include "attention/tile.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

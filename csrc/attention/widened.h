@@ -1,8 +1,8 @@
 // Keys and values that are not stored as the arithmetic wants them, widened a tile at a time into the L1 cache.
 #pragma once
 
-#include "kv_coded.h"
-#include "kv_floats.h"
+#include "attention/coded.h"
+#include "attention/floats.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // Floats of eight bits become bf16, 64 at a time, through a table.
 #pragma once
 
-#include "attention_entries.h"
+#include "attention/entries.h"
 
 #if defined(__AVX512VBMI__)
 

@@ -1,4 +1,4 @@
-#include "decoder.h"
+#include "decoder/decoder.h"
 
 #include <algorithm>
 #include <limits>
@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "pass.h"
+#include "decoder/pass.h"
 
 namespace pagoda {
 namespace {

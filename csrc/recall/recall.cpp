@@ -1,4 +1,4 @@
-#include "recall.h"
+#include "recall/recall.h"
 
 #include <algorithm>
 #include <cstring>

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "decoder.h"
+#include "decoder/decoder.h"
 
 namespace pagoda {
 

@@ -13,8 +13,8 @@
 //     vectors      | exp(S b)   | exp(S c)   |
 #pragma once
 
-#include "amx_decode.h"
-#include "amx_softmax.h"
+#include "attention/amx_decode.h"
+#include "attention/amx_softmax.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -9,8 +9,8 @@
 // the first rows meet it.
 #pragma once
 
-#include "amx_expand.h"
-#include "amx_outgoing.h"
+#include "linear/amx_expand.h"
+#include "decoder/amx_outgoing.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

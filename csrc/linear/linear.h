@@ -7,7 +7,7 @@
 
 #include "vec.h"
 #if defined(__AMX_BF16__)
-#include "amx_linear.h"
+#include "linear/amx_linear.h"
 #endif
 
 namespace pagoda::PAGODA_ISA {

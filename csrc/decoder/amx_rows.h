@@ -1,7 +1,7 @@
 // What a decoder does to rows between its matrices, sixteen rows at a time in the layouts of types.h.
 #pragma once
 
-#include "amx_linear.h"
+#include "linear/amx_linear.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

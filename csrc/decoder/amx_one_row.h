@@ -3,7 +3,7 @@
 // Every value is the one that the row has among others, to the last bit.
 #pragma once
 
-#include "amx_linear.h"
+#include "linear/amx_linear.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

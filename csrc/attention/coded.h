@@ -1,7 +1,7 @@
 // What entries in codes come with; and those in INT8, met as they lie.
 #pragma once
 
-#include "attention_entries.h"
+#include "attention/entries.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -1,4 +1,4 @@
-#include "compact.h"
+#include "linear/compact.h"
 
 #include <algorithm>
 #include <array>

@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "activations.h"
-#include "attention_plan.h"
+#include "decoder/activations.h"
+#include "attention/plan.h"
 #include "isa.h"
-#include "weights_ahead.h"
+#include "decoder/weights_ahead.h"
 
 namespace pagoda {
 

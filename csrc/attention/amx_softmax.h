@@ -3,7 +3,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention_entries.h"
+#include "attention/entries.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -13,8 +13,8 @@
 // own for each block, of BF16 products.
 #pragma once
 
-#include "amx_codes.h"
-#include "attention_tile.h"
+#include "attention/amx_codes.h"
+#include "attention/tile.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -8,7 +8,7 @@
 // are in units of log2, so that one multiplication by `scale * log2(e)` serves the exponentials too.
 #pragma once
 
-#include "kv_widened.h"
+#include "attention/widened.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "ops.h"
-#include "recall.h"
-#include "team.h"
+#include "recall/recall.h"
+#include "decoder/team.h"
 #include "threads.h"
 
 namespace pagoda {

@@ -1,7 +1,7 @@
 // paged_attention as Python calls it: plan, attend, merge, and the attention mass if it is wanted.
 #include <algorithm>
 
-#include "attention_plan.h"
+#include "attention/plan.h"
 #include "isa.h"
 #include "threads.h"
 

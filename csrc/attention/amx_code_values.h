@@ -7,8 +7,8 @@
 // byte without its low half, so that both come out of sums that are exact. Zeros become one number for all channels.
 #pragma once
 
-#include "amx_codes.h"
-#include "attention_tile.h"
+#include "attention/amx_codes.h"
+#include "attention/tile.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

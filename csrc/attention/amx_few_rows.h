@@ -4,9 +4,9 @@
 //     scores (amx_code_keys.h)  ->  softmax  ->  weights, times values (amx_code_values.h)
 #pragma once
 
-#include "amx_attention.h"
-#include "amx_code_keys.h"
-#include "amx_code_values.h"
+#include "attention/amx_many_rows.h"
+#include "attention/amx_code_keys.h"
+#include "attention/amx_code_values.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

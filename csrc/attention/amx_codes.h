@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx.h"
-#include "kv_coded.h"
+#include "attention/coded.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
