@@ -105,6 +105,7 @@ class Books:
             None if group.window is None else max(group.window, layout.block_size + 1) for group in layout.groups
         )
         self._anchor = self._windows.index(None) if None in self._windows else 0  # the group that keeps most of a hit
+        self._slides = any(self._windows)
         self._only_whole = layout.staged is not None  # partly filled blocks are not in the pool
         self._allocator = Allocator(pool.num_blocks)
         self.tenants = Tenants(self._allocator, shares, slack=len(self._windows) - 1)
@@ -114,8 +115,9 @@ class Books:
         self._tail_owners: set[int] = set()  # group-0 ids of partial tree blocks that a lease appends to
         self._computing = Computing(layout.block_size)
         self._leases: set[Lease] = set()
+        self._late: dict[int, tuple[Lease, TokenArray]] = {}  # by the block they go on from; see Committing
         self.retention = Retention(self, clock)
-        self.misses = MissLog(self._tree, pool.num_blocks, self._only_whole)
+        self.misses = MissLog(self._tree, self.find, pool.num_blocks, self._only_whole)
         self.ages = BlockAges(pool.num_blocks, clock)
         self.events: BlockEvents | None = None
         self._policy_name = policy_name(policy or LRU())
@@ -165,10 +167,24 @@ class Books:
 
     def _match(self, tokens: TokenArray, scope: Scope) -> Match:
         """The longest known prefix of all but the last of `tokens`, in whole blocks where only those mean something."""
-        found = self._tree.match(tokens[:-1], scope)
+        found = self._known(tokens[:-1], scope)
         while self._only_whole and found.num_tokens % self.block_size:  # shorter, it may look back on other blocks
             found = self._tree.match(tokens[: found.num_tokens // self.block_size * self.block_size], scope)
         return found
+
+    def _known(self, tokens: TokenArray, scope: Scope) -> Match:
+        """What the tree has of a whole sequence, once all that others may find is in it."""
+        match = self._tree.match(tokens, scope)
+        while self._completes(match):
+            match = self._tree.match(tokens, scope)
+        return match
+
+    def _completes(self, match: Match) -> bool:
+        """Put what may wait to enter the tree where a match ends into it; whether there was anything."""
+        return False
+
+    def _catch_up(self) -> None:
+        """Put all that may wait to enter the tree into it."""
 
     def _hit(self, match: Match) -> Hit:
         ids = match.blocks[match.blocks != ABSENT]
@@ -177,11 +193,11 @@ class Books:
 
     def find(self, tokens: TokenArray, scope: Scope) -> Match:
         """What is cached of a whole sequence, its last token included. Mutates nothing."""
-        return self._tree.match(tokens, scope)
+        return self._known(tokens, scope)
 
     def use(self, tokens: TokenArray, scope: Scope) -> Match:
         """What `find` finds, counted as a hit: of who copies it at once and holds nothing."""
-        match = self._tree.touch(self._tree.match(tokens, scope))
+        match = self._tree.touch(self._known(tokens, scope))
         if match.num_tokens:
             self._offer(int(match.blocks[0, -1]))
         return match
@@ -218,7 +234,7 @@ class Books:
     def pin(self, tokens: TokenArray, scope: Scope) -> PinnedPrefix | None:
         """Hold the known whole blocks of a prefix, to which nobody appends; None if there is none. See Retention."""
         full = tokens.size // self.block_size
-        while (found := self._tree.match(tokens[: full * self.block_size], scope)).num_tokens < full * self.block_size:
+        while (found := self._known(tokens[: full * self.block_size], scope)).num_tokens < full * self.block_size:
             full = found.num_tokens // self.block_size  # shorter than the hit, it may look back on other window blocks
         if not full:
             return None
@@ -326,19 +342,23 @@ class Books:
 
     def blocks_by_namespace(self) -> Counter[str]:
         """Blocks in the tree of each namespace. O(blocks)."""
+        self._catch_up()
         counts = self._allocator.count_by_label(self._allocator.ids_in_tree().astype(np.int32))
         return Counter({tenant.name: int(count) for tenant, count in zip(self.tenants.all(), counts, strict=False)})
 
     def block_map(self, max_cells: int) -> BlockMap:
         """What the pool is used for, and by whom: see `pagoda.kv.block_map`."""
+        self._catch_up()
         return block_map(self._allocator, self.retention, max_cells)
 
     def outline(self, namespace: str | None, limit: int) -> list[PrefixView]:
         """The most used runs of the tree: see `pagoda.kv.view`."""
+        self._catch_up()
         return outline(self._tree, self._allocator.held, namespace, limit)
 
     def prefixes(self, namespace: str | None = None) -> Iterator[PrefixView]:
         """What the tree has for a namespace, or for all: see `pagoda.kv.view`. Take it before the cache changes."""
+        self._catch_up()
         return prefixes(self._tree, self._allocator.held, namespace)
 
     def clear(self) -> int:

@@ -2,7 +2,7 @@
 
     acquire(prompt)  pin the longest known prefix           ──> Lease with num_hit_tokens
     reserve(n)       blocks for the next n tokens: allocate, evicting if short; copy a shared block before it is written
-    advance(tokens)  the KV of these tokens is written: full blocks enter the tree, so that others share them at once
+    advance(tokens)  the KV of these tokens is written: others find its full blocks at once; see Committing
     fork()           a second lease on the same blocks
     compact()        fewer entries in blocks of its own: see Compactor
     release()        let go; the partly filled tail enters the tree too
@@ -13,10 +13,8 @@ A call either does all it says or raises and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.errors import InvariantError, LeaseRefused, OutOfBlocks
 from pagoda.kv.allocator import BlockIds
@@ -26,9 +24,8 @@ from pagoda.kv.compaction import Compactor
 from pagoda.kv.directives import Directive, Directives
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease, TierUse
-from pagoda.kv.lineage import PUBLIC, Segment
-from pagoda.kv.radix import NO_DIRECTIVE
-from pagoda.kv.radix_node import ABSENT, Match, TokenArray
+from pagoda.kv.lineage import PUBLIC
+from pagoda.kv.radix_node import Match, TokenArray
 
 __all__ = ["BlockCopier", "CacheStats", "Hit", "KVCache"]
 
@@ -96,6 +93,7 @@ class KVCache(Compactor):
         Args:
             ranges: in order, none overlapping another; their time begins now.
         """
+        self._commit_own(lease)
         lease.directives = Directives(tuple(ranges), self._clock())
         table = lease.tables[0]
         for start, stop, directive in lease.directives.runs(table.first, lease.num_committed_blocks, self.block_size):
@@ -106,6 +104,7 @@ class KVCache(Compactor):
     def detach(self, lease: Lease) -> None:
         """Keep what a lease writes from now on to itself: nothing of it enters the tree or a tier."""
         if not lease.is_detached:
+            self._commit_own(lease)
             self._detach(lease)
 
     def _copies_tail(self, match: Match) -> bool:
@@ -171,87 +170,35 @@ class KVCache(Compactor):
         return self._allocator.ref_count(block) > 1 or (self._allocator.in_tree(block) and not lease.owns_tail)
 
     def advance(self, lease: Lease, tokens: TokenArray, num_computed_tokens: int) -> None:
-        """Note that KV up to `num_computed_tokens` is written. Full blocks enter the tree; what slid out is let go.
+        """Note that KV up to `num_computed_tokens` is written. Others may find full blocks; what slid out is let go.
 
         Args:
             tokens: the lease's whole sequence so far, at least that long.
         """
-        if not lease.num_computed_tokens <= num_computed_tokens <= min(lease.capacity, tokens.size):
-            raise InvariantError(f"cannot advance from {lease.num_computed_tokens} to {num_computed_tokens} tokens")
-        if lease.num_computed_tokens < lease.prompt.size <= num_computed_tokens:
+        before, size = lease.num_computed_tokens, self.block_size
+        if not before <= num_computed_tokens <= min(lease.capacity, tokens.size):
+            raise InvariantError(f"cannot advance from {before} to {num_computed_tokens} tokens")
+        if before < lease.prompt.size <= num_computed_tokens:
             self._computing.remove(lease)
-        self._tenant(lease.scope).num_written_tokens += num_computed_tokens - lease.num_computed_tokens
+        self._tenant(lease.scope).num_written_tokens += num_computed_tokens - before
         lease.num_computed_tokens = num_computed_tokens
-        self._commit(lease, tokens, num_computed_tokens // self.block_size * self.block_size)
+        if num_computed_tokens // size > before // size:
+            self._commit_full(lease, tokens)
+        if self._slides:
+            self._slide(lease)
+
+    def _slide(self, lease: Lease) -> None:
+        """Let go of the blocks that slid out of a lease's windows."""
         slid = False
-        last = self._last_in_tree(lease) if any(self._windows) else None
+        last = self._last_in_tree(lease)
         for table, window in zip(lease.tables, self._windows, strict=True):
-            first = min(self._first_needed(window, num_computed_tokens), lease.num_committed_blocks - 1)
+            first = min(self._first_needed(window, lease.num_computed_tokens), lease.num_committed_blocks - 1)
             if first > table.first:
                 self._allocator.release(table.slide(first))
                 slid = True
         if slid:
             self._offer(last)
             self._offer_parts(lease.prompt, lease.lineage)
-
-    def _last_committed(self, lease: Lease) -> int:
-        return int(lease.tables[0].ids[lease.num_committed_blocks - 1])
-
-    def _commit(self, lease: Lease, tokens: TokenArray, end: int) -> None:
-        """Put the blocks up to token `end` into the tree; where the tree has them already, use the tree's instead."""
-        if lease.num_committed_blocks >= -(-end // self.block_size):  # as at most steps of decoding
-            return
-        whole = end // self.block_size * self.block_size
-        for segment, following in pairwise(lease.lineage):  # they meet where a block ends
-            self._commit_part(lease, segment, tokens, min(following.start, whole))
-        self._commit_part(lease, lease.lineage[-1], tokens, end)
-
-    def _commit_part(self, lease: Lease, segment: Segment, tokens: TokenArray, end: int) -> None:
-        """Commit as far as a segment goes, all before it being committed."""
-        first, last = lease.num_committed_blocks, -(-end // self.block_size)
-        if not segment.start <= first * self.block_size < end:
-            return
-        for _, stop, directive in lease.directives.runs(first, last, self.block_size):
-            self._commit_run(lease, segment, tokens, min(end, stop * self.block_size), directive)
-
-    def _commit_run(
-        self, lease: Lease, segment: Segment, tokens: TokenArray, end: int, directive: Directive | None
-    ) -> None:
-        start, stop = lease.num_committed_blocks, -(-end // self.block_size)
-        if lease.is_detached:
-            lease.num_committed_blocks = stop
-            return
-        after = self._last_committed(lease) if start * self.block_size > segment.start else None
-        mine = np.array([table.ids[start:stop] for table in lease.tables])
-        standing = NO_DIRECTIVE if directive is None else (directive.priority, lease.directives.ends(directive))
-        new = tokens[start * self.block_size : end]
-        theirs, superseded = self._tree.insert(segment.scope, after, new, mine, standing)
-        if directive is not None:  # what others had computed before goes by it too
-            self._tree.prioritize(theirs[0][theirs[0] != ABSENT], standing)
-        if lease.owns_tail:  # the tail it appended to is the first of these
-            self._disown_tail(lease, int(mine[0, 0]))
-        entered = theirs == mine
-        self._allocator.enter_tree(mine[entered])
-        if segment.scope == PUBLIC:
-            self._allocator.relabel(mine[entered], self._tenant(PUBLIC).index)
-        self.ages.on_commit(mine[entered])
-        swapped = (theirs != mine) & (theirs != ABSENT)
-        if swapped.any():
-            self._allocator.retain(theirs[swapped])
-            self._allocator.release(mine[swapped])
-            for group, index in np.argwhere(swapped):
-                lease.tables[group].replace(start + int(index), int(theirs[group, index]))
-        if superseded.size:
-            self._allocator.leave_tree(superseded)
-        lease.num_committed_blocks = stop
-        self.misses.on_commit(segment.scope, after, new, mine)
-        if self.events is not None:
-            self.events.on_commit(segment.scope, after, new, mine, entered)
-        self._on_commit(lease, segment.scope, after, new, mine, entered)
-
-    def _disown_tail(self, lease: Lease, block_id: int) -> None:
-        lease.owns_tail = False
-        self._tail_owners.discard(block_id)
 
     def publish(self, tokens: TokenArray, scope: Scope) -> int:
         """Let every tenant hit the whole blocks of a prefix; what follows it stays each one's own.
@@ -303,6 +250,7 @@ class KVCache(Compactor):
 
     def fork(self, lease: Lease) -> Lease:
         """A second lease on the same blocks; whichever writes to a shared one first gets a copy (in `reserve`)."""
+        self._commit_own(lease)
         twin = Lease(lease.scope, lease.lineage, [table.fork() for table in lease.tables], lease.prompt)
         twin.tier_use = lease.tier_use
         twin.num_hit_tokens = twin.num_leading_tokens = lease.num_computed_tokens
@@ -322,13 +270,13 @@ class KVCache(Compactor):
             tokens: the lease's whole sequence, at least `num_computed_tokens` long.
         """
         self._end(lease)
-        if not self._only_whole:
-            self._commit(lease, tokens, lease.num_computed_tokens)
+        self._commit(lease, tokens, self._whole(lease) if self._only_whole else lease.num_computed_tokens)
         self._let_go(lease)
 
     def discard(self, lease: Lease) -> None:
         """End a lease whose sequence nobody will continue: its partly filled last block is free at once."""
         self._end(lease)
+        self._commit_own(lease)
         tail = lease.tables[0].ids[lease.num_committed_blocks :][:1].tolist()
         if lease.owns_tail:
             self._disown_tail(lease, tail[0])
@@ -405,15 +353,3 @@ class KVCache(Compactor):
 
     def close(self) -> None:
         """Let go of lower tiers."""
-
-    def _on_commit(
-        self,
-        lease: Lease,
-        scope: Scope,
-        after: int | None,
-        tokens: TokenArray,
-        blocks: BlockIds,
-        entered: npt.NDArray[np.bool_],
-    ) -> None:
-        """Blocks of a lease came into the tree: those of `blocks` where `entered` is true,
-        in a scope after block `after`, or first of all."""

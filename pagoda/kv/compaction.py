@@ -40,6 +40,7 @@ class Compactor(Purging):
         Raises:
             OutOfBlocks: the pool cannot supply the blocks to copy to; nothing changed.
         """
+        self._commit_own(lease)
         new = [self._target(table, kept) for table, kept in zip(lease.tables, num_kept, strict=True)]
         fresh = self._allocate(sum(int((ids < 0).sum()) for ids in new), lease.scope)
         num_blocks = lease.num_blocks

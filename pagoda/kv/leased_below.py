@@ -64,6 +64,11 @@ class LeasedBelow(KVCache):
         self._record_of: dict[int, RecordId] = {}  # blocks of the tree that have a name
         self._below = TierLeases(hierarchy, self.retention, layout.block_bytes, self._bring, self.discard, self._pooled)
 
+    @property
+    def _tells(self) -> bool:
+        """Tiers are told."""
+        return True
+
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """What each namespace that was seen here has in each tier, in bytes, as the tier said lately."""
         names = [tenant.name for tenant in self.tenants.all()]

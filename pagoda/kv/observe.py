@@ -14,7 +14,7 @@ at worst spoil an explanation.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -113,12 +113,20 @@ class MissLog:
     """Remembers what was where, in 8 bytes a block and the ghosts. Not thread-safe: the engine's thread owns it.
 
     Args:
+        find: what the cache finds in the tree: see Books.
         only_whole: whether the tree keeps no partly filled blocks.
     """
 
-    def __init__(self, tree: RadixTree, num_blocks: int, only_whole: bool = False) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        find: Callable[[TokenArray, Scope], Match],
+        num_blocks: int,
+        only_whole: bool = False,
+    ) -> None:
         self._num_purges: Counter[str] = Counter()  # by namespace
         self._tree = tree
+        self._find = find
         self._only_whole = only_whole
         self._hashes: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._ghosts: OrderedDict[int, Eviction] = OrderedDict()
@@ -243,7 +251,7 @@ class MissLog:
         for other in islice(self._tree.scopes(), MAX_SCOPES):
             if other.namespace != scope.namespace or other == scope:
                 continue
-            if self._tree.match(tokens[:-1], other).num_tokens >= facts.missed_at + self._tree.block_size:
+            if self._find(tokens[:-1], other).num_tokens >= facts.missed_at + self._tree.block_size:
                 fields = {"cache_salt": other.salt != scope.salt, "adapter": other.adapter != scope.adapter}
                 differs = tuple(name for name, differs in fields.items() if differs)
                 return replace(facts, reason=MissReason.OTHER_SCOPE, differs=differs, cached=())

@@ -13,14 +13,14 @@ import numpy as np
 
 from pagoda.errors import InvariantError
 from pagoda.kv.allocator import BlockIds
-from pagoda.kv.books import Books
+from pagoda.kv.committing import Committing
 from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease
 from pagoda.kv.radix_node import Node, TokenArray, common_prefix
 from pagoda.kv.retained import Retained
 
 
-class Purging(Books):
+class Purging(Committing):
     """Books that can be made to forget."""
 
     def purge(self, where: Scope | str, prefix: TokenArray | None = None) -> int:
@@ -38,6 +38,7 @@ class Purging(Books):
         def is_inside(scope: Scope) -> bool:
             return replace(scope, after=b"") == where if isinstance(where, Scope) else scope.namespace == where
 
+        self._catch_up()
         self.misses.on_purge(where.namespace if isinstance(where, Scope) else where)
         tokens = np.empty(0, dtype=np.int32) if prefix is None else prefix
         gone = []
@@ -98,8 +99,7 @@ class Purging(Books):
         lease.is_detached = True
         self._computing.remove(lease)
         if lease.owns_tail:
-            lease.owns_tail = False
-            self._tail_owners.discard(int(lease.tables[0].ids[lease.num_committed_blocks]))
+            self._disown_tail(lease, int(lease.tables[0].ids[lease.num_committed_blocks]))
 
     def _on_purge(self, ids: BlockIds) -> None:
         """Blocks were purged: nothing may find them again."""

@@ -102,6 +102,11 @@ class RadixIndex:
             node, shared = next(iter(reversed(node.children.values())), None), 0
         return np.empty(0, dtype=np.int32) if node is None else node.tokens[shared : shared + count]
 
+    def ends_at(self, block_id: int) -> bool:
+        """Whether a leaf ends with this group-0 block."""
+        node: Node | None = self._owner[block_id]
+        return node is not None and not node.children and bool(node.blocks[0, -1] == block_id)
+
     def scopes(self) -> Iterator[Scope]:
         """Every scope that has a prefix, the newest first."""
         return iter(reversed(self._roots))
