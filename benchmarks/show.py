@@ -25,7 +25,7 @@ from benchmarks import consoles
 from benchmarks.texts import source_text
 from pagoda import Engine, SamplingParams
 from pagoda.engine.outputs import StepStats
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 
 QUESTIONS = [
     "What does this module do?",

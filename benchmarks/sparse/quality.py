@@ -15,7 +15,7 @@ from benchmarks.sparse.records import Record, Records
 from pagoda import Engine, SamplingParams
 from pagoda.engine.kv_policy import parse_kv_policy
 from pagoda.engine.outputs import SparseReport
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.kv.keys import Scope
 
 MOST_AT_ONCE = 16

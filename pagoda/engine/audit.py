@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.runner import Runner
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import KVCache
 from pagoda.kv.formats.base import Floats

@@ -37,8 +37,9 @@ from pagoda.engine.pressure.control import PressureControl
 from pagoda.engine.request import Request, Sample, TokenBuffer
 from pagoda.engine.request_stats import stats_of
 from pagoda.engine.runner import Runner
-from pagoda.engine.scheduler import Rows, Scheduler
+from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.sparse.sparsity import Sparsity
+from pagoda.engine.step_plan import Rows
 from pagoda.errors import (
     InvalidRequest,
     ModelError,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pagoda.engine.request import Request
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.kernels import KVView
 from pagoda.kv.pool import BlockPool
 from pagoda.model.batch import ForwardBatch

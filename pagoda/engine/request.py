@@ -104,7 +104,8 @@ class Sample:
     @property
     def num_uncomputed(self) -> int:
         """Known tokens without KV; 1 while decoding, 0 for a beam that waits. The sample must be running."""
-        return len(self.tokens) - self.running_lease.num_computed_tokens
+        assert self.lease is not None, "only running samples have a lease"  # not by calls: it is asked for at each step
+        return len(self.tokens) - self.lease.num_computed_tokens
 
     def num_next(self, budget: int) -> int:
         """How many rows it may have in the next step, within `budget`. The sample must be running."""

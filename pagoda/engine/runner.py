@@ -12,8 +12,8 @@ import torch
 
 from pagoda.engine.blend.blender import Blender
 from pagoda.engine.first_tokens import FirstRows
-from pagoda.engine.scheduler import Rows
 from pagoda.engine.sparse.hook import sparse_hook
+from pagoda.engine.step_plan import Rows
 from pagoda.errors import ConfigError
 from pagoda.kernels import FirstTokens, KVView, Staging
 from pagoda.kv.block_table import BlockTable

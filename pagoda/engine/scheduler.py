@@ -25,7 +25,7 @@ from pagoda.engine.outputs import FinishReason
 from pagoda.engine.policy import QUEUE_POLICIES, Ranks, in_turn
 from pagoda.engine.prefill_speed import PrefillSpeed
 from pagoda.engine.request import Request, Sample
-from pagoda.engine.step_plan import StepPlan
+from pagoda.engine.step_plan import Rows, StepPlan
 from pagoda.engine.tenants import AGED_EVERY
 from pagoda.errors import OutOfBlocks
 from pagoda.kv.cache import Hit, KVCache
@@ -52,20 +52,6 @@ class Relief:
     prefill_budget: int
     reserves_outputs: bool = False
     makes_way: bool = False
-
-
-@dataclass(slots=True)  # not frozen: see outputs.py
-class Rows:
-    """Tokens `start` to `stop` of a sample, to be computed. If those are all it has, their last row's logits matter."""
-
-    sample: Sample
-    start: int
-    stop: int
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the next token comes from these rows."""
-        return self.stop == len(self.sample.tokens)
 
 
 def _arrival(sample: Sample) -> tuple[int, int]:
@@ -184,15 +170,11 @@ class Scheduler:
                     self._plan(sample, count, plan)
         if self.num_preempted == preempted:
             self._admit(plan)
-            if not plan.counts and self.running and self.waiting and not self._cache.is_restoring:
+            if not plan.rows and self.running and self.waiting and not self._cache.is_restoring:
                 # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
                 self._preempt(max(self.running, key=self._newest))
         self._look_ahead()
-        rows = [
-            Rows(sample, start := sample.running_lease.num_computed_tokens, start + count)
-            for sample, count in plan.counts.items()
-        ]
-        return sorted(rows, key=self._known_blocks)
+        return sorted(plan.rows, key=self._known_blocks)
 
     def _budget(self, plan: StepPlan, count: int) -> int:
         """What a step's budget has left for a sample with `count` tokens to compute: 1 is decoding, more are prompt."""
@@ -203,7 +185,7 @@ class Scheduler:
 
     def _known_blocks(self, rows: Rows) -> bytes:
         """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
-        return rows.sample.running_lease.tables[0].ids[: rows.start // self._cache.block_size].tobytes()
+        return rows.sample.running_lease.tables[0].leading(rows.start // self._cache.block_size)
 
     def _plan(self, sample: Sample, count: int, plan: StepPlan) -> None:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""

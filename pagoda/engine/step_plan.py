@@ -1,38 +1,59 @@
-"""StepPlan: how many rows each sample has in the step that is being planned, and what they take of its budget.
+"""StepPlan: which rows of each sample are in the step that is being planned, and what they take of its budget.
 
 Charges are kept as samples come and go: adding them up anew for each sample was a tenth of a step's bookkeeping.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from pagoda.engine.request import Sample
+
+
+@dataclass(slots=True)  # not frozen: see outputs.py
+class Rows:
+    """Tokens `start` to `stop` of a sample, to be computed. If those are all it has, their last row's logits matter."""
+
+    sample: Sample
+    start: int
+    stop: int
+    needs_logits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_logits = self.stop == len(self.sample.tokens)
 
 
 class StepPlan:
     """See the module.
 
     Attributes:
-        counts: rows of each planned sample, in the order in which they were planned.
-        charged: what they take of the step's budget.
+        charged: what the planned rows take of the step's budget.
         charged_prompts: of it, for samples of more than one row: one row is decoding, more are prompt.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[Sample, int] = {}
         self.charged = 0
         self.charged_prompts = 0
+        self._rows: dict[Sample, Rows] = {}
         self._charges: dict[Sample, int] = {}
+
+    @property
+    def rows(self) -> list[Rows]:
+        """What is planned, in the order in which it was."""
+        return list(self._rows.values())
 
     def put(self, sample: Sample, count: int) -> None:
         """Plan the next rows of a sample that is not planned yet. It must be running."""
-        self.counts[sample] = count
-        self._charges[sample] = sample.charge(count)
-        self._add(count, self._charges[sample])
+        start = sample.running_lease.num_computed_tokens
+        self._rows[sample] = Rows(sample, start, start + count)
+        charge = self._charges[sample] = sample.charge(count)
+        self._add(count, charge)
 
     def drop(self, sample: Sample) -> None:
         """Leave a sample out, if it was planned."""
-        if sample in self.counts:
-            self._add(self.counts.pop(sample), -self._charges.pop(sample))
+        rows = self._rows.pop(sample, None)
+        if rows is not None:
+            self._add(rows.stop - rows.start, -self._charges.pop(sample))
 
     def _add(self, count: int, charge: int) -> None:
         self.charged += charge

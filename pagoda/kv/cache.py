@@ -136,12 +136,11 @@ class KVCache(Compactor):
         Raises:
             OutOfBlocks: the pool cannot supply them; nothing changed.
         """
-        position = lease.num_computed_tokens
-        tables = lease.tables
+        position, tables = lease.num_computed_tokens, lease.tables
+        if position + num_tokens <= lease.num_reserved_tokens:
+            return
         shared = [group for group, table in enumerate(tables) if self._must_copy(lease, table, table.index(position))]
         grow = [max(0, table.index(position + num_tokens - 1) + 1 - len(table)) for table in tables]
-        if not shared and not any(grow):
-            return
         ids = self._allocate(len(shared) + sum(grow), lease.scope)
         for group, copy in zip(shared, ids, strict=False):
             self._replace_shared(lease, group, tables[group].index(position), int(copy))
@@ -149,6 +148,7 @@ class KVCache(Compactor):
         for table, count in zip(tables, grow, strict=True):
             table.append(ids[start : start + count])
             start += count
+        lease.num_reserved_tokens = lease.capacity
 
     def _replace_shared(self, lease: Lease, group: int, index: int, copy: int) -> None:
         """Copy-on-write of one table entry."""
@@ -176,7 +176,8 @@ class KVCache(Compactor):
             tokens: the lease's whole sequence so far, at least that long.
         """
         before, size = lease.num_computed_tokens, self.block_size
-        if not before <= num_computed_tokens <= min(lease.capacity, tokens.size):
+        room = lease.num_reserved_tokens or lease.capacity
+        if not before <= num_computed_tokens <= min(room, tokens.size):
             raise InvariantError(f"cannot advance from {before} to {num_computed_tokens} tokens")
         if before < lease.prompt.size <= num_computed_tokens:
             self._computing.remove(lease)
@@ -258,6 +259,7 @@ class KVCache(Compactor):
         twin.num_committed_blocks = lease.num_committed_blocks
         twin.is_detached = lease.is_detached
         twin.directives = lease.directives
+        lease.num_reserved_tokens = 0
         for table in twin.tables:
             self._allocator.retain(table.held)
         self._leases.add(twin)
@@ -308,6 +310,19 @@ class KVCache(Compactor):
         tenant = self._tenant(scope)
         tenant.num_query_tokens += num_tokens
         tenant.num_hit_tokens += num_hit_tokens
+
+    def check(self) -> None:
+        """See Books."""
+        super().check()
+        for lease in self._leases:
+            if not lease.num_reserved_tokens:
+                continue
+            if lease.num_reserved_tokens != lease.capacity:
+                raise InvariantError("a lease has less room, or more, than it was told")
+            for table in lease.tables:
+                for index in range(table.index(lease.num_computed_tokens), len(table)):
+                    if self._must_copy(lease, table, index):
+                        raise InvariantError("a lease may write to a block that others read")
 
     # -- tiers below the device: none here; see TieredCache ----------------------------------------------------------
 

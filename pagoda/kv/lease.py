@@ -79,6 +79,7 @@ class Lease:
         num_hit_tokens: tokens whose KV was there when it was acquired, or came from a tier.
         num_leading_tokens: of those, the ones before the first that missed.
         num_computed_tokens: tokens whose KV is there now; the next one is written at this position.
+        num_reserved_tokens: as far as it may write: there is room, and nobody else has those blocks. 0 if not known.
         num_committed_blocks: leading blocks that are in the tree.
         directives: the priorities of what it commits.
         is_detached: its blocks were purged from the tree, or would have been, or it was compacted; it computes for
@@ -96,6 +97,7 @@ class Lease:
         "num_computed_tokens",
         "num_hit_tokens",
         "num_leading_tokens",
+        "num_reserved_tokens",
         "owns_tail",
         "prompt",
         "released",
@@ -115,6 +117,7 @@ class Lease:
         self.num_hit_tokens = 0
         self.num_leading_tokens = 0
         self.num_computed_tokens = 0
+        self.num_reserved_tokens = 0
         self.num_committed_blocks = 0
         self.owns_tail = False
         self.is_detached = False
@@ -131,4 +134,4 @@ class Lease:
     @property
     def capacity(self) -> int:
         """Tokens that the tables have room for."""
-        return min(table.capacity for table in self.tables)
+        return min([table.capacity for table in self.tables])

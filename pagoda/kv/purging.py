@@ -97,6 +97,7 @@ class Purging(Committing):
     def _detach(self, lease: Lease) -> None:
         """From now on a lease's blocks are its own."""
         lease.is_detached = True
+        lease.num_reserved_tokens = 0
         self._computing.remove(lease)
         if lease.owns_tail:
             self._disown_tail(lease, int(lease.tables[0].ids[lease.num_committed_blocks]))

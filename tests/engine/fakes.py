@@ -20,7 +20,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import Completion
 from pagoda.engine.params import SamplingParams
 from pagoda.engine.runner import build_batch
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.kv.hierarchy import Hierarchy, WritePolicy
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.tiered import TieredCache

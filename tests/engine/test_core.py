@@ -11,7 +11,7 @@ import torch
 from pagoda.engine.core import EngineCore
 from pagoda.engine.outputs import FinishReason
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.errors import ContextTooLong, InvalidRequest
 from pagoda.kv.keys import Scope
 from pagoda.kv.radix import RadixTree

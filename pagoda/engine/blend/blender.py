@@ -19,7 +19,7 @@ import torch
 from pagoda.blend.progress import BlendProgress
 from pagoda.blend.rotate import Rotations, gather, move, turn_keys, turns
 from pagoda.blend.select import CHECK_LAYER, Choice, choose, deviations
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.kernels import KVView
 from pagoda.kv.cache import KVCache
 from pagoda.kv.radix_node import ABSENT

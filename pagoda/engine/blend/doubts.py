@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.engine.scheduler import Rows, Scheduler
+from pagoda.engine.scheduler import Scheduler
+from pagoda.engine.step_plan import Rows
 
 
 class Doubts:

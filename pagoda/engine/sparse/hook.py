@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.engine.request import Sample
-from pagoda.engine.scheduler import Rows
+from pagoda.engine.step_plan import Rows
 from pagoda.kernels import AttentionOutput, LayerStep, RowRecall, Steering
 from pagoda.model.batch import ForwardBatch
 from pagoda.sparse.base import SparseSequence
