@@ -169,7 +169,7 @@ class Auditor:
             sample = self._new_sample(request, 0, TokenBuffer(np.append(tokens, tokens.dtype.type(0))))
             sample.lease = lease
             for at in range(start, tokens.size, chunk):
-                self._runner.execute([Rows(sample, at, min(at + chunk, tokens.size))])
+                self._runner.execute([Rows.of(sample, at, min(at + chunk, tokens.size))])
             yield lease
         finally:
             self._cache.release(lease, tokens)

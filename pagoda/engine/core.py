@@ -280,7 +280,7 @@ class EngineCore:
             if rows in spoilt:
                 continue
             sample = rows.sample
-            self.cache.advance(sample.running_lease, sample.tokens.view, rows.stop)
+            self.cache.advance(rows.lease, sample.tokens.view, rows.stop)
             if sample.request.leases:
                 self._desk.grant(sample.request, rows.stop)
         news = self._chooser.choose([rows.sample for rows in settled if rows.needs_logits], logits)
@@ -313,7 +313,7 @@ class EngineCore:
 
     def _note_admissions(self, plan: Sequence[Rows]) -> None:
         for rows in plan:
-            request, lease = rows.sample.request, rows.sample.running_lease
+            request, lease = rows.sample.request, rows.lease
             if request.first_lease is None:
                 request.admitted_at = time.perf_counter()
                 request.first_lease = lease

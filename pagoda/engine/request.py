@@ -49,6 +49,10 @@ class TokenBuffer:
         """All tokens, without a copy."""
         return self._array[: self._len]
 
+    def part(self, start: int, stop: int) -> TokenArray:
+        """Some of the tokens, without a copy."""
+        return self._array[start:stop]
+
     def append(self, token_id: int) -> None:
         """Add a token."""
         if self._len == self._array.size:

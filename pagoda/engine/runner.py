@@ -75,46 +75,45 @@ def layout_for(
 
 
 def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
-    """The ragged rows of a plan, on `device`."""
-    start, stop = np.array([(rows.start, rows.stop) for rows in plan]).T
-    query_start = np.zeros(len(plan) + 1, dtype=np.int32)
-    np.cumsum(stop - start, out=query_start[1:])
-    request = np.repeat(np.arange(len(plan)), stop - start)  # of each row
-    positions = np.arange(query_start[-1]) + (start - query_start[:-1])[request]
-    leases = [rows.sample.running_lease for rows in plan]
+    """The ragged rows of a plan, on `device`. As few calls as can be: after each step their code is in no cache."""
+    positions: list[int] = []
+    request: list[int] = []  # of each row
+    query_start, wanted = [0], []
+    for index, rows in enumerate(plan):
+        positions += range(rows.start, rows.stop)
+        request += [index] * (rows.stop - rows.start)
+        query_start.append(len(positions))
+        if rows.needs_logits:
+            wanted.append(len(positions) - 1)
 
-    def to(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+    def to(values: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)).to(device)
 
     tables, slots = [], []
-    for group in range(len(leases[0].tables)):
-        of_group = [lease.tables[group] for lease in leases]
-        ids, num_dropped = _padded(of_group), np.array([table.num_dropped for table in of_group])
-        block_size = of_group[0].block_size
-        index, offset = np.divmod(positions - num_dropped[request], block_size)
-        tables.append(to(ids))
-        slots.append(to(ids[request, index] * np.int64(block_size) + offset))
-    wanted = [rows.needs_logits for rows in plan]
-    tokens = np.concatenate([rows.sample.tokens.view[rows.start : rows.stop] for rows in plan])
-    turned = np.array([0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan])
-    lens = stop - [lease.tables[0].num_dropped for lease in leases]
+    of_row, place = np.array(request), np.array(positions)
+    for of_group in zip(*(rows.lease.tables for rows in plan), strict=True):
+        dropped = [table.num_dropped for table in of_group]
+        within = place - np.array(dropped)[of_row] if any(dropped) else place
+        ids, size = _padded(of_group), of_group[0].block_size
+        tables.append(to(ids, np.int32))
+        slots.append(to(ids[of_row, within // size] * np.int64(size) + within % size, np.int64))
+    turned = [0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan]
     return ForwardBatch(
-        token_ids=to(tokens.astype(np.int64)),
-        positions=to(positions - turned[request]),
-        query_start=to(query_start),
-        context_lens=to(lens.astype(np.int32)),
+        token_ids=to(np.concatenate([rows.sample.tokens.part(rows.start, rows.stop) for rows in plan]), np.int64),
+        positions=to(place - np.array(turned)[of_row] if any(turned) else place, np.int64),
+        query_start=to(query_start, np.int32),
+        context_lens=to([rows.stop - rows.lease.tables[0].num_dropped for rows in plan], np.int32),
         block_tables=tuple(tables),
         slot_mapping=tuple(slots),
-        logits_rows=to(query_start[1:][wanted].astype(np.int64) - 1),
+        logits_rows=to(wanted, np.int64),
     )
 
 
 def _padded(tables: Sequence[BlockTable]) -> npt.NDArray[np.int32]:
     """The entries of block tables as rows, zeros after their ends."""
-    ids = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(ids, tables, strict=True):
-        row[: len(table)] = table.ids
-    return ids
+    width = max([len(table.packed) for table in tables])
+    rows = bytearray().join([table.packed.ljust(width, b"\0") for table in tables])
+    return np.frombuffer(rows, dtype=np.int32).reshape(len(tables), -1)
 
 
 def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | None:
@@ -229,7 +228,7 @@ class _Written:
         for rows in plan:
             first, end = rows.start // block_size, rows.stop // block_size  # end: of those that are full
             whole = -(-rows.start // block_size)
-            for table in rows.sample.running_lease.tables:
+            for table in rows.lease.tables:
                 found.ended.extend(table.ids[first : min(whole, end)].tolist())
                 found.whole.extend(table.ids[whole:end].tolist())
                 found.begun.extend(table.ids[end : -(-rows.stop // block_size)].tolist())

@@ -58,6 +58,11 @@ def _arrival(sample: Sample) -> tuple[int, int]:
     return sample.request.arrival, sample.index
 
 
+def _table(rows: Rows) -> bytes:
+    """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
+    return rows.lease.tables[0].packed
+
+
 def _shareable(sample: Sample) -> TokenArray:
     """A sample's tokens, as far as a hit may go: all but the last of them."""
     tokens = sample.tokens.view
@@ -174,7 +179,7 @@ class Scheduler:
                 # Only beams run, each ready and waiting for one that has no room: the newest must give its own.
                 self._preempt(max(self.running, key=self._newest))
         self._look_ahead()
-        return sorted(plan.rows, key=self._known_blocks)
+        return sorted(plan.rows, key=_table)
 
     def _budget(self, plan: StepPlan, count: int) -> int:
         """What a step's budget has left for a sample with `count` tokens to compute: 1 is decoding, more are prompt."""
@@ -182,10 +187,6 @@ class Scheduler:
         if count > 1:
             left = min(left, self.relief.prefill_budget - plan.charged_prompts)
         return min(count, left)
-
-    def _known_blocks(self, rows: Rows) -> bytes:
-        """Orders rows so that those with equal leading blocks are neighbours: attention reads such blocks once."""
-        return rows.sample.running_lease.tables[0].leading(rows.start // self._cache.block_size)
 
     def _plan(self, sample: Sample, count: int, plan: StepPlan) -> None:
         """Reserve room for a running sample's next tokens; preempt newer ones, or at last itself, if there is none."""

@@ -5,22 +5,26 @@ Charges are kept as samples come and go: adding them up anew for each sample was
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagoda.engine.request import Sample
+from pagoda.kv.lease import Lease
 
 
 @dataclass(slots=True)  # not frozen: see outputs.py
 class Rows:
-    """Tokens `start` to `stop` of a sample, to be computed. If those are all it has, their last row's logits matter."""
+    """Tokens `start` to `stop` of a running sample, to be computed; if those are all, the last row's logits matter."""
 
     sample: Sample
+    lease: Lease
     start: int
     stop: int
-    needs_logits: bool = field(init=False)
+    needs_logits: bool
 
-    def __post_init__(self) -> None:
-        self.needs_logits = self.stop == len(self.sample.tokens)
+    @classmethod
+    def of(cls, sample: Sample, start: int, stop: int) -> Rows:
+        """Rows of a running sample."""
+        return cls(sample, sample.running_lease, start, stop, stop == len(sample.tokens))
 
 
 class StepPlan:
@@ -45,7 +49,7 @@ class StepPlan:
     def put(self, sample: Sample, count: int) -> None:
         """Plan the next rows of a sample that is not planned yet. It must be running."""
         start = sample.running_lease.num_computed_tokens
-        self._rows[sample] = Rows(sample, start, start + count)
+        self._rows[sample] = Rows.of(sample, start, start + count)
         charge = self._charges[sample] = sample.charge(count)
         self._add(count, charge)
 

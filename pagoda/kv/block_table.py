@@ -21,13 +21,13 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 class BlockTable:
     """A growable array of block ids. It counts no references: the cache that hands it out does."""
 
-    __slots__ = ("_ids", "_leading", "_len", "block_size", "first", "num_dropped")
+    __slots__ = ("_ids", "_len", "_packed", "block_size", "first", "num_dropped")
 
     def __init__(self, block_size: int, ids: BlockIds = NO_BLOCKS) -> None:
         self.block_size = block_size
         self._ids = ids.copy()
         self._len = ids.size
-        self._leading: tuple[int, bytes] | None = None
+        self._packed: bytes | None = None
         self.first = 0
         """Entries before this index slid out of the window: their block is no longer the request's."""
         self.num_dropped = 0
@@ -46,11 +46,12 @@ class BlockTable:
         """The blocks that the request holds, as a view."""
         return self._ids[self.first : self._len]
 
-    def leading(self, count: int) -> bytes:
-        """The first `count` entries as bytes: tables that begin alike stand together where these are sorted."""
-        if self._leading is None or self._leading[0] != count:  # seldom: it is asked for at each step
-            self._leading = count, self._ids[:count].tobytes()
-        return self._leading[1]
+    @property
+    def packed(self) -> bytes:
+        """All entries, four bytes each: kept, since each step asks for what seldom changes."""
+        if self._packed is None:
+            self._packed = self.ids.tobytes()
+        return self._packed
 
     def append(self, ids: BlockIds) -> None:
         """Add blocks at the end."""
@@ -61,24 +62,25 @@ class BlockTable:
             self._ids = grown
         self._ids[self._len : end] = ids
         self._len = end
+        self._packed = None
 
     def replace(self, index: int, block_id: int) -> None:
         """Point entry `index` at another block."""
         self._ids[index] = block_id
-        self._leading = None
+        self._packed = None
 
     def truncate(self, length: int) -> BlockIds:
         """Drop the entries from `length` on, and return them."""
         dropped = self._ids[length : self._len].copy()
         self._len = length
-        self._leading = None
+        self._packed = None
         return dropped
 
     def slide(self, first: int) -> BlockIds:
         """Let go of the entries before `first`, and return their blocks. Indices of the others stay."""
         gone = self._ids[self.first : first].copy()
         self._ids[self.first : first] = 0
-        self._leading = None
+        self._packed = None
         self.first = max(self.first, first)
         return gone
 
@@ -87,7 +89,7 @@ class BlockTable:
         gone = self.held.copy()
         self._ids = np.concatenate([self._ids[: self.first], ids])
         self._len = self._ids.size
-        self._leading = None
+        self._packed = None
         self.num_dropped = num_dropped
         return gone
 
