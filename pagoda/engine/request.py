@@ -229,7 +229,7 @@ class Request:
     def usage(self) -> Usage:
         """Token counts so far: of every sample that was drawn, and of the beams that are returned."""
         if self.beams is None:
-            num_output_tokens = sum(sample.num_output_tokens for sample in self.samples)
+            num_output_tokens = sum([sample.num_output_tokens for sample in self.samples])
         else:
             num_output_tokens = sum(len(ended.beam.tokens) for ended in self.beams.finished[: self.params.n])
         num_prompt_tokens, num_hit_tokens = self.prompt.size, self.num_hit_tokens

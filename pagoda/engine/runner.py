@@ -75,36 +75,36 @@ def layout_for(
 
 
 def build_batch(plan: Sequence[Rows], device: torch.device) -> ForwardBatch:
-    """The ragged rows of a plan, on `device`. As few calls as can be: after each step their code is in no cache."""
+    """The ragged rows of a plan, on `device`. Lists, and few arrays: after each step their code is in no cache."""
+    token_ids: list[int] = []
     positions: list[int] = []
-    request: list[int] = []  # of each row
-    query_start, wanted = [0], []
-    for index, rows in enumerate(plan):
-        positions += range(rows.start, rows.stop)
-        request += [index] * (rows.stop - rows.start)
+    query_start, context_lens, wanted = [0], [], []
+    num_groups = len(plan[0].lease.tables)
+    slots: list[list[int]] = [[] for _ in range(num_groups)]
+    for rows in plan:
+        start, stop, sparse = rows.start, rows.stop, rows.sample.sparse
+        turned = 0 if sparse is None else sparse.rotary_offset
+        token_ids += rows.sample.tokens.part(start, stop).tolist()
+        positions += range(start - turned, stop - turned)
         query_start.append(len(positions))
+        context_lens.append(stop - rows.lease.tables[0].num_dropped)
         if rows.needs_logits:
             wanted.append(len(positions) - 1)
+        for of_group, table in zip(slots, rows.lease.tables, strict=True):
+            of_group += table.slots(start, stop)
 
     def to(values: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype)).to(device)
 
-    tables, slots = [], []
-    of_row, place = np.array(request), np.array(positions)
-    for of_group in zip(*(rows.lease.tables for rows in plan), strict=True):
-        dropped = [table.num_dropped for table in of_group]
-        within = place - np.array(dropped)[of_row] if any(dropped) else place
-        ids, size = _padded(of_group), of_group[0].block_size
-        tables.append(to(ids, np.int32))
-        slots.append(to(ids[of_row, within // size] * np.int64(size) + within % size, np.int64))
-    turned = [0 if rows.sample.sparse is None else rows.sample.sparse.rotary_offset for rows in plan]
     return ForwardBatch(
-        token_ids=to(np.concatenate([rows.sample.tokens.part(rows.start, rows.stop) for rows in plan]), np.int64),
-        positions=to(place - np.array(turned)[of_row] if any(turned) else place, np.int64),
+        token_ids=to(token_ids, np.int64),
+        positions=to(positions, np.int64),
         query_start=to(query_start, np.int32),
-        context_lens=to([rows.stop - rows.lease.tables[0].num_dropped for rows in plan], np.int32),
-        block_tables=tuple(tables),
-        slot_mapping=tuple(slots),
+        context_lens=to(context_lens, np.int32),
+        block_tables=tuple(
+            to(_padded([rows.lease.tables[group] for rows in plan]), np.int32) for group in range(num_groups)
+        ),
+        slot_mapping=tuple(to(of_group, np.int64) for of_group in slots),
         logits_rows=to(wanted, np.int64),
     )
 
@@ -172,8 +172,9 @@ class ModelRunner:
             # What is staged is shared once its block is whole, and what is not at once.
             staged = self._staged is not None
             start, stop = (at // size * size if staged else at for at in (rows.start, rows.stop))
-            slots = torch.from_numpy(sample.running_lease.tables[group].slots(start, max(start, stop)))
-            slots = slots.to(self.decoder.device, torch.int64)
+            slots = torch.tensor(
+                rows.lease.tables[group].slots(start, stop), dtype=torch.int64, device=self.decoder.device
+            )
             if not bool(self.kv[-1].are_finite(slots // size, slots % size).all()):
                 found.append(rows)
         return found

@@ -1,7 +1,7 @@
 """Computing: prefixes on their way, so that requests that arrive together compute or restore them once.
 
-A block is found in the tree when it is full. Until then the lease that computes it stands here, under the first block of its
-prompt, and others that share more of that prompt than the tree has may wait for it.
+A block is found in the tree when it is full. Until then the lease that computes it stands here, under the first block
+of its prompt, and others that share more of that prompt than the tree has may wait for it.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagoda.kv.cache import KVCache
@@ -60,11 +58,11 @@ class Place:
 
     Attributes:
         context_len: KV entries that the last row sees, itself included; the rows are the last entries.
-        slots: int64 `[rows]`, where keys and values of the rows are written.
+        slots: where keys and values of the rows are written.
     """
 
     context_len: int
-    slots: npt.NDArray[np.int64]
+    slots: list[int]
 
 
 class SparseSequence(Protocol):

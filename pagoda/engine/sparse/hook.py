@@ -84,7 +84,7 @@ class SparseHook:
                 places = batch.context_lens.clone(), batch.slot_mapping[self._group_of_layer[layer]].clone()
             lens, slots = places
             lens[each.request] = place.context_len
-            slots[each.rows] = torch.from_numpy(place.slots).to(slots.device)
+            slots[each.rows] = torch.tensor(place.slots, device=slots.device)
         return places
 
     def after_attention(self, layer: int, batch: ForwardBatch, output: AttentionOutput) -> None:
