@@ -135,7 +135,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes several times as long to make: there is one for each token
 class SampledToken:
     """One row's outcome."""
 
@@ -159,11 +159,13 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         drawn = torch.stack([_choose(logits[row], states[row]) for row in others])
         for row, token in zip(others, drawn.tolist(), strict=True):
             chosen[row] = token
+    told = {
+        row: _logprobs(logits[row], chosen[row], state.params.logprobs)
+        for row, state in enumerate(states)
+        if chosen[row] >= 0 and state.params.logprobs is not None
+    }
     return [
-        SampledToken(token, _logprobs(logits[row], token, states[row].params.logprobs))
-        if token >= 0
-        else ModelError(NOT_FINITE)
-        for row, token in enumerate(chosen)
+        SampledToken(token, told.get(row)) if token >= 0 else ModelError(NOT_FINITE) for row, token in enumerate(chosen)
     ]
 
 
@@ -254,9 +256,7 @@ def _runs(weights: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).view(-1, _RUN)
 
 
-def _logprobs(logits: torch.Tensor, token: int, wanted: int | None) -> TokenLogprobs | None:
-    if wanted is None:
-        return None
+def _logprobs(logits: torch.Tensor, token: int, wanted: int) -> TokenLogprobs:
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(wanted, len(logprobs)))
     return TokenLogprobs(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
