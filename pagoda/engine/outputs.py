@@ -1,7 +1,7 @@
 """What the engine hands out: deltas while a request runs, the whole completion at its end, and the figures of both.
 
-A Delta, a Usage and a RequestOutput are made for every token, and making a frozen dataclass takes six to ten times as
-long: so these are not frozen, but nobody changes one.
+A Delta, a Usage and a RequestOutput are made for every token, and a StepStats for every step; making a frozen dataclass
+takes six to ten times as long: so these are not frozen, but nobody changes one.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Completion:
         self.score = delta.score
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStats:
     """One step of the engine, for metrics. Times are seconds; KV figures are blocks."""
 

@@ -113,10 +113,11 @@ class Sample:
 
     def num_next(self, budget: int) -> int:
         """How many rows it may have in the next step, within `budget`. The sample must be running."""
-        position = self.running_lease.num_computed_tokens
-        if self.request.blend is not None:
-            return min(self.num_uncomputed, self.request.blend.chunk(position, budget))
-        count = min(self.num_uncomputed, budget)
+        position, blend = self.running_lease.num_computed_tokens, self.request.blend
+        left = len(self.tokens) - position
+        if blend is not None:
+            return min(left, blend.chunk(position, budget))
+        count = min(left, budget)
         return count if self.sparse is None else min(count, self.sparse.limit(position))
 
     def charge(self, num_rows: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -74,6 +75,9 @@ class HalfStep:
     layer: int
     num_rows: int
     lanes: torch.Tensor
+
+
+_NO_HALF = HalfStep(0, 0, torch.empty(0))
 
 
 class FusedDecoder:
@@ -150,7 +154,7 @@ class FusedDecoder:
         Raises:
             KernelError: values out of range, or tensors that do not fit; then nothing is written.
         """
-        return self._run(step, views, shared, _Cut.WHOLE, HalfStep(0, 0, torch.empty(0)), None)
+        return self._run(step, views, shared, _Cut.WHOLE, _NO_HALF, None)
 
     def steered(
         self,
@@ -172,7 +176,7 @@ class FusedDecoder:
         longest = steering.longest(step.context_lens)
         mass = torch.zeros(len(steering.layers), len(steering.mass_of), self._shape[0], longest)
         at = steering_at(steering, mass, num_rows, num_requests, self._num_heads)
-        logits = self._run(step, views, shared, _Cut.WHOLE, HalfStep(0, 0, torch.empty(0)), None, at)
+        logits = self._run(step, views, shared, _Cut.WHOLE, _NO_HALF, None, at)
         return logits, mass
 
     def begin(
@@ -252,7 +256,7 @@ class FusedDecoder:
         """Addresses of the pool, which are the same from step to step."""
         from pagoda.kernels.native import pool_at
 
-        if len(views) == len(self._views) and all(a is b for a, b in zip(views, self._views, strict=True)):
+        if len(views) == len(self._views) and all(map(is_, views, self._views)):
             return
         for view in views:
             checks.check_view(view)
