@@ -65,7 +65,7 @@ class FirstRows:
             self._compute(missing, decoder)
         found = {}
         for rows, first in zip(plan, firsts, strict=True):
-            for table in rows.sample.running_lease.tables:
+            for table in rows.lease.tables:
                 if table.first == 0:  # else the token slid out of the window
                     found[int(table.ids[0])] = self._rows[first]
         return found
