@@ -57,21 +57,27 @@ class FirstRows:
             (int(rows.sample.tokens.view[0]), "" if adapter is None else adapter.identity)
             for rows, adapter in zip(plan, adapters, strict=True)
         ]
-        wanted = dict(zip(firsts, adapters, strict=True))
-        for first in wanted.keys() & self._rows.keys():
-            self._rows.move_to_end(first)
-        missing = {first: adapter for first, adapter in wanted.items() if first not in self._rows}
+        row_of, missing = {}, {}
+        for first, adapter in zip(firsts, adapters, strict=True):
+            if first in self._rows:
+                row_of[first] = self._rows[first]
+                self._rows.move_to_end(first)
+            else:
+                missing[first] = adapter
         if missing:
-            self._compute(missing, decoder)
+            row_of |= self._compute(missing, decoder)
         found = {}
         for rows, first in zip(plan, firsts, strict=True):
             for table in rows.lease.tables:
                 if table.first == 0:  # else the token slid out of the window
-                    found[int(table.ids[0])] = self._rows[first]
+                    found[int(table.ids[0])] = row_of[first]
         return found
 
-    def _compute(self, missing: Mapping[_First, Adapter | None], decoder: Decoder) -> None:
-        """Compute first tokens into free rows, or into those of the least recently used."""
+    def _compute(self, missing: Mapping[_First, Adapter | None], decoder: Decoder) -> dict[_First, int]:
+        """Compute first tokens into free rows, or into those of the least recently used.
+
+        What is not finite serves this step, whose requests will fail, and is computed again for the next.
+        """
         while len(self._free) < len(missing):
             self._free.append(self._rows.popitem(last=False)[1])
         taken = self._free[-len(missing) :]
@@ -81,8 +87,13 @@ class FirstRows:
             [0] * len(self._views),
             adapters=_adapter_rows(list(missing.values()), decoder.device),
         )
-        del self._free[-len(missing) :]
-        self._rows.update(zip(missing, taken, strict=True))
+        blocks = torch.tensor(taken, device=decoder.device)
+        finite = self._views[-1].are_finite(blocks, torch.zeros_like(blocks)).tolist()
+        for first, row, is_finite in zip(missing, taken, finite, strict=True):
+            if is_finite:
+                self._rows[first] = row
+                self._free.remove(row)
+        return dict(zip(missing, taken, strict=True))
 
 
 def _adapter(request: Request) -> Adapter | None:

@@ -184,6 +184,28 @@ def test_a_step_that_fails_leaves_no_row_that_was_not_computed(
     check_rows(engine, FIRST, model)
 
 
+def test_a_first_token_that_is_not_finite_fails_its_request_and_is_not_kept(made: tuple[Path, Any]) -> None:
+    folder, model = made
+    if model.config.model_type != "llama":
+        pytest.skip("Gemma's embedding is its output matrix as well: a bad one is bad for all")
+    engine = make(folder)
+    good = outputs(engine, [prompt(41)])
+    embedding = engine._runner.decoder.weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    sound = embedding[FIRST].clone()
+    embedding[FIRST] = torch.nan
+    for name, first in (("bad", FIRST), ("good", 41)):
+        engine.core.add(name, prompt(first), GREEDY)
+    failed = []
+    while engine.core.has_work:
+        failed += [output.request_id for output in engine.core.step() if output.failure is not None]
+    assert failed == ["bad"]
+    check_nothing_leaked(engine)
+    embedding[FIRST] = sound
+    assert outputs(engine, [prompt(FIRST), prompt(41)]) == [*outputs(make(folder), [prompt(FIRST)]), *good]
+    check_rows(engine, FIRST, model)
+
+
 def test_formats_that_quantize_tokens_one_by_one_keep_no_rows(made: tuple[Path, Any]) -> None:
     folder, _ = made
     for kv_format in ("int8", "int8/int4", "auto"):
