@@ -115,6 +115,15 @@ def test_what_follows_a_hit_is_the_same_in_chunks_and_decoded(llama: Path, kv_fo
     assert forced.engine.core.cache.stats.num_hit_tokens == 60
 
 
+def test_first_tokens_that_are_computed_apart_are_no_part_of_what_is_read(llama: Path) -> None:
+    found = []
+    for decode in (False, True):
+        pieces = list(opened(llama, kv_format="int4").read(TOKENS, 1, decode=decode))
+        found.append(torch.cat([logits for _, logits in pieces]))
+    assert len(found[0]) == len(TOKENS) - 1
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
 def test_rows_that_a_hit_covers_have_no_logits(llama: Path) -> None:
     forced = opened(llama)
     list(forced.read(TOKENS, 66, decode=False, share=True))
