@@ -58,7 +58,7 @@ struct PoolPart {
     Beside scales, zeros;
 };
 
-// The first tokens of sequences in full, each a block of one slot. What a sequence begins with is quantized without it, and is read without.
+// The first tokens of sequences in full, each a block of one slot: they are no part of what the blocks they are in are quantized to.
 struct Firsts {
     PoolPart keys, values;
     int64_t num_rows;

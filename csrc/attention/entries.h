@@ -44,8 +44,8 @@ inline Stretches stretches(const AttentionArgs& a, const Tile& t) {
             2};
 }
 
-// Where the sequence's first token is in full, if the tile has it; -1: it is an entry like the others. Rows of the block that the
-// sequence begins with read it there, with their own.
+// Where the sequence's first token is in full, if the tile has it; -1: it is an entry like the others. Rows of the block that it is in
+// read it with the others of that block, which is their own.
 inline int32_t first_row(const AttentionArgs& a, const Tile& t) {
     const Staged& staged = a.pool.staged;
     return staged.slot_of && t.key_begin == 0 ? staged.firsts.row_of[t.blocks[0]] : -1;
