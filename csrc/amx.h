@@ -80,6 +80,18 @@ inline void transpose4(__m512i r[4]) {
     r[3] = _mm512_unpackhi_epi64(b, d);
 }
 
+// In each of the four 128-bit parts, a transpose of 8 x 8 lanes of 16 bits.
+inline void transpose8(__m512i r[8]) {
+    __m512i t[8];
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+        t[i + 4] = _mm512_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+    }
+    transpose4(t);
+    transpose4(t + 4);
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+
 // Lanes of `even` and `odd` side by side as bf16.
 inline __m512i pack_pairs(Vec even, Vec odd) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,

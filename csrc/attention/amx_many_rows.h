@@ -86,18 +86,21 @@ inline void pack_keys(const Entries<bf16>& entries, int count, int64_t head_dim,
 // Entries past `count` become zero: a NaN in a slot nobody wrote would spread, though its probability is zero.
 inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
     alignas(64) static const bf16 zeros[256] = {};
+    constexpr int kPart = 8;  // values of a 128-bit part: a vector has those of four entries
     for (int j = 0; j < kTileKeys; j += kTileDepth, to += kTileDepth * head_dim) {
-        auto row = [&](int k) { return k < count ? entries.values[k] : zeros; };
-        for (int64_t d = 0; d < head_dim; d += kTileDepth) {
-            for (int half = 0; half < 2; half++) {  // of each eight channels
-                __m512i r[kTileSide];
-                for (int pair = 0; pair < kTileSide; pair++) {
-                    const __m512i even = _mm512_loadu_si512(row(j + 2 * pair) + d), odd = _mm512_loadu_si512(row(j + 2 * pair + 1) + d);
-                    r[pair] = half ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
-                }
-                transpose(r);
-                for (int i = 0; i < kTileSide; i++) _mm512_storeu_si512(to + (d + i / 4 * 8 + half * 4 + i % 4) * kTileDepth, r[i]);
+        const bf16* rows[kTileDepth];
+        for (int k = 0; k < kTileDepth; k++) rows[k] = j + k < count ? entries.values[j + k] : zeros;
+        for (int64_t d = 0; d < head_dim; d += kPart) {
+            auto part = [&](int k) { return _mm_loadu_si128((const __m128i*)(rows[k] + d)); };
+            __m512i r[kPart];
+            for (int k = 0; k < kPart; k++) {
+                r[k] = _mm512_castsi128_si512(part(k));
+                r[k] = _mm512_inserti32x4(r[k], part(k + kPart), 1);
+                r[k] = _mm512_inserti32x4(r[k], part(k + 2 * kPart), 2);
+                r[k] = _mm512_inserti32x4(r[k], part(k + 3 * kPart), 3);
             }
+            transpose8(r);
+            for (int i = 0; i < kPart; i++) _mm512_storeu_si512(to + (d + i) * kTileDepth, r[i]);
         }
     }
 }
