@@ -38,7 +38,7 @@ struct DecodeScratch {
     float* scores;  // [kDecodeRows, kTileKeys]
     bf16* queries;  // [heads][quads][head_dim / 2][kQuad][2]: a row may have a quad of its own
     uint32_t* p;    // [bands][4 of 16 keys][even | odd channels][high | low][band][16]: a BF16 in one half of each
-    bf16* room;     // [16][head_dim], for keys or values that do not lie in one block
+    bf16* room;     // [kTileKeys][head_dim], for keys or values that do not lie in one block
     void* widened;  // what Widened keeps
 
     DecodeScratch(void* memory, int64_t head_dim)
@@ -49,10 +49,10 @@ struct DecodeScratch {
           queries((bf16*)(scores + kDecodeRows * kTileKeys)),
           p((uint32_t*)(queries + 4 * kTileRows * head_dim)),
           room((bf16*)(p + 4 * kDecodeRows * kTileKeys)),
-          widened(room + kTileSide * head_dim) {}
+          widened(room + kTileKeys * head_dim) {}
     static int64_t bytes(int64_t head_dim) {
         return Widened<bf16>::bytes(head_dim) + (kTileRows * (head_dim + 2) + 5 * kDecodeRows * kTileKeys) * (int64_t)sizeof(float) +
-               (4 * kTileRows + kTileSide) * head_dim * (int64_t)sizeof(bf16);
+               (4 * kTileRows + kTileKeys) * head_dim * (int64_t)sizeof(bf16);
     }
 };
 
@@ -92,45 +92,48 @@ inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
     for (int i = 0; i < kQuad; i++) rows[i] = (Vec)_mm512_permutexvar_epi32(square_order(), r[i]);
 }
 
-// Where sixteen entries' keys, or values, are for a tile: as they lie, or, where they do not lie one after the other, in `room`, zeros
-// past the last.
-struct Sixteen {
-    const bf16* data;
-    int64_t stride;
-};
-class Lying {
-public:
-    // The first of the entries is in slot `first` of a block's `slots`.
-    Lying(int64_t first, int64_t slots, int count, int64_t head_dim, bf16* room)
-        : first_(first), slots_(slots), head_dim_(head_dim), count_(count), room_(room) {}
+// Where the keys, or values, of up to kTileKeys entries are for tiles, sixteen by sixteen: as they lie, or, where sixteen do not lie one
+// after the other, in `room`, [kTileKeys][head_dim], zeros past the last.
+struct Sixteens {
+    const bf16* data[kTileKeys / kTileSide];
+    int64_t stride[kTileKeys / kTileSide];
 
-    Sixteen at(const bf16* const* rows, int j, int64_t slot_bytes) const {
-        if (j + kTileSide <= count_ && (first_ + j) % slots_ + kTileSide <= slots_) return {rows[j], slot_bytes};
-        const int64_t bytes = head_dim_ * sizeof(bf16);
-        for (int i = 0; i < kTileSide; i++) {
-            if (j + i < count_) {
-                memcpy(room_ + i * head_dim_, rows[j + i], bytes);
-            } else {
-                memset(room_ + i * head_dim_, 0, bytes);  // a NaN in a slot nobody wrote would spread, though its probability is zero
+    // Slots are `slot_bytes` apart, `slots` of them in a block, and the first entry is in slot `first`.
+    Sixteens(const bf16* const* rows, int count, int64_t first, int64_t slots, int64_t slot_bytes, int64_t head_dim, bf16* room) {
+        const int64_t bytes = head_dim * sizeof(bf16);
+        for (int j = 0; j < kTileKeys; j += kTileSide, room += kTileSide * head_dim) {
+            const bool as_they_lie = j + kTileSide <= count && (first + j) % slots + kTileSide <= slots;
+            data[j / kTileSide] = as_they_lie ? rows[j] : room;
+            stride[j / kTileSide] = as_they_lie ? slot_bytes : bytes;
+            for (int i = 0; i < kTileSide && !as_they_lie; i++) {
+                if (j + i < count) {
+                    memcpy(room + i * head_dim, rows[j + i], bytes);
+                } else {
+                    memset(room + i * head_dim, 0, bytes);  // a NaN in a slot nobody wrote would spread, though its probability is zero
+                }
             }
         }
         memory_is_written();
-        return {room_, bytes};
     }
+};
+
+// How a stretch's entries lie: in blocks, or, where they are widened first, one after the other.
+struct Lying {
+    int64_t slots, key_bytes, value_bytes;
+    Lying(const AttentionArgs& a, const Stretch& stretch) : Lying(lies_as<bf16>(stretch), a, stretch) {}
 
 private:
-    const int64_t first_, slots_, head_dim_;
-    const int count_;
-    bf16* const room_;
+    Lying(bool in_place, const AttentionArgs& a, const Stretch& stretch)
+        : slots(in_place ? a.pool.block_size : int64_t{1} << 62),
+          key_bytes((in_place ? stretch.keys->slot_stride : padded(a.pool.head_dim)) * (int64_t)sizeof(bf16)),
+          value_bytes((in_place ? stretch.values->slot_stride : padded(a.pool.head_dim)) * (int64_t)sizeof(bf16)) {}
 };
 
 // Scores of a head's rows against up to kTileKeys entries, in units of log2 or what a softcap takes.
-inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, const Lying& lying, int64_t slot_bytes, const bf16* queries, int64_t quads,
-                      Lookahead& ahead, const DecodeScratch& s) {
+inline void score_few(const AttentionArgs& a, const Sixteens& keys, const bf16* queries, int64_t quads, Lookahead& ahead, const DecodeScratch& s) {
     const int64_t head_dim = a.pool.head_dim;
     alignas(64) float sums[kDecodeRows / kQuad][kTileKeys][kQuad];
     for (int j = 0; j < kTileKeys; j += kTileSide) {
-        const Sixteen keys = lying.at(entries.keys, j, slot_bytes);
         for (int64_t quad = 0; quad < quads; quad += 2) {
             const bf16 *q = queries + quad * kQuad * head_dim, *next_q = q + kQuad * head_dim;
             const bool two = quad + 1 < quads;
@@ -139,7 +142,7 @@ inline void score_few(const AttentionArgs& a, const Entries<bf16>& entries, cons
             for (int64_t d = 0; d < head_dim; d += kTileDepth) {
                 ahead.some();
                 ahead.some();
-                _tile_loadd(2, keys.data + d, keys.stride);
+                _tile_loadd(2, keys.data[j / kTileSide] + d, keys.stride[j / kTileSide]);
                 _tile_loadd(3, q + d * kQuad, kQuadBytes);
                 _tile_dpbf16ps(0, 2, 3);
                 if (!two) continue;
@@ -180,8 +183,7 @@ inline void split_probabilities(int64_t rows, const float* scores, uint32_t* to)
 }
 
 // acc [rows, head_dim] += probabilities x values
-inline void accumulate_few(const Entries<bf16>& entries, const Lying& lying, int64_t slot_bytes, int64_t head_dim, int64_t rows, Lookahead& ahead,
-                           const DecodeScratch& s, float* acc) {
+inline void accumulate_few(const Sixteens& values, int count, int64_t head_dim, int64_t rows, Lookahead& ahead, const DecodeScratch& s, float* acc) {
     const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i second = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
     const int64_t band = band_of(rows), part = 2 * band * kTileSide;
@@ -198,9 +200,8 @@ inline void accumulate_few(const Entries<bf16>& entries, const Lying& lying, int
                     ahead.some();
                     ahead.some();
                 }
-                if (j >= entries.count) continue;
-                const Sixteen values = lying.at(entries.values, j, slot_bytes);
-                _tile_loadd(2, values.data + d, values.stride);
+                if (j >= count) continue;
+                _tile_loadd(2, values.data[j / kTileSide] + d, values.stride[j / kTileSide]);
                 _tile_loadd(6, p, kTileRowBytes);
                 _tile_dpbf16ps(4, 6, 2);
                 _tile_loadd(7, p + part, kTileRowBytes);
@@ -224,9 +225,7 @@ inline void accumulate_few(const Entries<bf16>& entries, const Lying& lying, int
 template <typename Source>
 inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const DecodeScratch& s) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, quads = quads_of(rows);
-    const bool in_blocks = lies_as<bf16>(stretch);
-    const int64_t key_bytes = (in_blocks ? stretch.keys->slot_stride : padded(head_dim)) * (int64_t)sizeof(bf16);
-    const int64_t value_bytes = (in_blocks ? stretch.values->slot_stride : padded(head_dim)) * (int64_t)sizeof(bf16);
+    const Lying lying(a, stretch);
     Source source(a, t, stretch, s.widened);
     for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
         const int64_t end = smaller(begin + kTileKeys, stretch.end);
@@ -236,28 +235,30 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
             const bool last = h + 1 == t.num_kv_heads;
             const Entries<bf16>& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
             Lookahead ahead = source.lookahead();
-            const Lying lying(in_blocks ? begin % a.pool.block_size : 0, in_blocks ? a.pool.block_size : kTileKeys, entries.count, head_dim, s.room);
-            score_few(a, entries, lying, key_bytes, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
+            const int count = entries.count;
+            const Sixteens keys(entries.keys, count, begin % lying.slots, lying.slots, lying.key_bytes, head_dim, s.room);
+            score_few(a, keys, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
             float* acc = s.acc + h * rows * head_dim;
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;
                 ahead.some();
-                if (source.key_scales()) multiply(scores, source.key_scales(), entries.count);
+                if (source.key_scales()) multiply(scores, source.key_scales(), count);
                 soft_cap(a, scores, kTileKeys);
                 mask(scores, by[r], kTileKeys);
                 softmax_step(scores, kTileKeys, s.top[h * rows + r], s.sum[h * rows + r], acc + r * head_dim, head_dim);
                 if (!source.value_scales()) continue;
-                multiply(scores, source.value_scales(), entries.count);
-                for (int j = entries.count; j % kWidth; j++) scores[j] = 0.0f;
+                multiply(scores, source.value_scales(), count);
+                for (int j = count; j % kWidth; j++) scores[j] = 0.0f;
             }
-            accumulate_few(entries, lying, value_bytes, head_dim, rows, ahead, s, acc);
+            const Sixteens values(entries.values, count, begin % lying.slots, lying.slots, lying.value_bytes, head_dim, s.room);
+            accumulate_few(values, count, head_dim, rows, ahead, s, acc);
         }
     }
 }
 
 inline bool eight_bit_float(const PoolPart& part) { return part.format == kE4M3 || part.format == kE5M2; }
 
-// One row of BF16 is as fast with float32 vectors: there is no second one to share what was made of its values.
+// One row of BF16 is faster on tiles in the cache, and slower where it is read from memory: left to float32 vectors.
 inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
     const int64_t rows = t.row_end - t.row_begin;
     const bool plain = a.pool.keys.format == kBF16 && a.pool.values.format == kBF16 && !a.pool.staged.slot_of && rows > 1;

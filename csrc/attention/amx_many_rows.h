@@ -26,7 +26,7 @@ constexpr int kBlockScores = kTileKeys * kTileSide;
 
 struct AmxScratch {
     bf16* q;        // [kAmxRows / 16][head_dim / 2][16 rows][2]
-    bf16* k;        // [kTileKeys][head_dim]
+    bf16* room;     // [kTileKeys][head_dim]: see Sixteens
     bf16* vt;       // [kTileKeys / 32][head_dim][32 keys]
     bf16* p;        // [2 blocks][kTileKeys / 2][16 rows][2]
     float* scores;  // [2 blocks][kTileKeys][16 rows]
@@ -39,8 +39,8 @@ struct AmxScratch {
 
     AmxScratch(void* memory, int64_t head_dim)
         : q((bf16*)memory),
-          k(q + kAmxRows * head_dim),
-          vt(k + kTileKeys * head_dim),
+          room(q + kAmxRows * head_dim),
+          vt(room + kTileKeys * head_dim),
           p(vt + kTileKeys * head_dim),
           scores((float*)(p + 2 * kBlockScores)),
           acc(scores + 2 * kBlockScores),
@@ -77,12 +77,6 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
     }
 }
 
-inline void pack_keys(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
-    for (int j = 0; j < count; j++) {
-        for (int64_t d = 0; d < head_dim; d += kTileDepth) _mm512_storeu_si512(to + j * head_dim + d, _mm512_loadu_si512(entries.keys[j] + d));
-    }
-}
-
 // Entries past `count` become zero: a NaN in a slot nobody wrote would spread, though its probability is zero.
 inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
     alignas(64) static const bf16 zeros[256] = {};
@@ -107,8 +101,7 @@ inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_di
 
 // scores [kTileKeys, 16] = K x Q^T; `beside` gets some() as often as kSteps says for each 32 channels.
 template <int kSteps, typename Beside>
-PAGODA_INLINE void amx_scores(const bf16* k, const bf16* q, int64_t head_dim, float* scores, Beside& beside) {
-    const int64_t stride = head_dim * sizeof(bf16);
+PAGODA_INLINE void amx_scores(const Sixteens& k, const bf16* q, int64_t head_dim, float* scores, Beside& beside) {
     memory_is_written();
     _tile_zero(0);
     _tile_zero(1);
@@ -116,14 +109,14 @@ PAGODA_INLINE void amx_scores(const bf16* k, const bf16* q, int64_t head_dim, fl
     _tile_zero(3);
     for (int64_t d = 0; d < head_dim; d += kTileDepth) {
         _tile_loadd(4, q + d * kTileSide, kTileRowBytes);
-        _tile_loadd(5, k + d, stride);
+        _tile_loadd(5, k.data[0] + d, k.stride[0]);
         _tile_dpbf16ps(0, 5, 4);
-        _tile_loadd(6, k + 16 * head_dim + d, stride);
+        _tile_loadd(6, k.data[1] + d, k.stride[1]);
         _tile_dpbf16ps(1, 6, 4);
         beside.some();
-        _tile_loadd(5, k + 32 * head_dim + d, stride);
+        _tile_loadd(5, k.data[2] + d, k.stride[2]);
         _tile_dpbf16ps(2, 5, 4);
-        _tile_loadd(6, k + 48 * head_dim + d, stride);
+        _tile_loadd(6, k.data[3] + d, k.stride[3]);
         _tile_dpbf16ps(3, 6, 4);
         if (kSteps > 1) beside.some();
     }
@@ -173,6 +166,7 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         s.first[r] = visible.first;
         s.last[r] = visible.last;
     }
+    const Lying lying(a, stretch);
     const Scores scores(a);
     Source source(a, t, stretch, s.widened);
     for (int64_t at = stretch.begin; at < stretch.end; at += kTileKeys) {
@@ -183,13 +177,13 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
         while (first < last && s.seen(last - 1).none_of(begin, begin + count)) last--;
         if (first == last) continue;
         Lookahead ahead = source.lookahead();
-        pack_keys(entries, count, head_dim, s.k);
+        const Sixteens keys(entries.keys, count, at % lying.slots, lying.slots, lying.key_bytes, head_dim, s.room);
         pack_values(entries, count, head_dim, s.vt);
 
         Nothing nothing;
         Vec highest;
         auto score = [&](int block, auto& beside) __attribute__((always_inline)) {
-            amx_scores<kSteps>(s.k, s.q + block * kTileSide * head_dim, head_dim, s.scores_of(block), beside);
+            amx_scores<kSteps>(keys, s.q + block * kTileSide * head_dim, head_dim, s.scores_of(block), beside);
         };
         auto prepare = [&](int block) {
             scores.prepare(s.seen(block), begin, count, source.key_scales(), s.scores_of(block));
