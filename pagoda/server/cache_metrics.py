@@ -36,10 +36,6 @@ class AgeMetrics(Collector):
     def __init__(self, read: Callable[[], Sequence[AgeHistogram]]) -> None:
         self._read = read
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to declare: registering asks nobody."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """The samples now."""
         for each in self._read():

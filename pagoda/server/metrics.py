@@ -137,10 +137,6 @@ class _EngineGauges(Collector):
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to declare: registering must not ask an engine that has not started."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """The gauges now."""
         stats = self._engine.stats()

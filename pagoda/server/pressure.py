@@ -93,10 +93,6 @@ class PressureMetrics(Collector):
         self._read = read
         self._bodies = bodies
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to declare: registering must not ask an engine that has not started."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """The samples now."""
         report = self._read()

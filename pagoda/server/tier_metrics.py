@@ -49,10 +49,6 @@ class TierMetrics(Collector):
     def __init__(self, read: Callable[[], Sequence[TierReport]]) -> None:
         self._read = read
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to declare: registering asks no tier."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """The samples now."""
         tiers = self._read()

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.engine.outputs import Completion, Delta, FinishReason, LeaseOutcome, RequestOutput
-from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams, Span
+from pagoda.engine.params import Span
 from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.anthropic.breakpoints import find_breakpoints, input_usage, place_leases
@@ -25,31 +25,20 @@ from pagoda.server.block_names import block_names, wants_block_names
 from pagoda.server.body import parse_object
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.explain import about_cache
-from pagoda.server.ids import ANTHROPIC_HEADER, id_headers, name_answer, new_id
+from pagoda.server.ids import ANTHROPIC_HEADER, id_headers, new_id
 from pagoda.server.leases import lease_report
-from pagoda.server.next_turn import NextTurn
 from pagoda.server.openai.cached import start_of
-from pagoda.server.openai.respond import Served, blend_usage
+from pagoda.server.openai.respond import PromptJob, Served, blend_usage
 from pagoda.server.passages import Passages
-from pagoda.server.stream import Chunk, NamedEventStream, TextEvent, merge, named_event
+from pagoda.server.stream import Chunk, NamedEventStream, TextEvent, named_event
 
 
-@dataclass(frozen=True)
-class MessageJob:
+@dataclass(frozen=True, kw_only=True)
+class MessageJob(PromptJob):
     """What to run. `num_breakpoints` counts those that asked for nothing, too."""
 
-    id: str
-    model: str
-    prompt: Sequence[int]
-    params: SamplingParams
-    scope: Scope
-    priority: int
-    stream: bool
-    leases: tuple[LeaseSpec, ...]
-    blend: BlendSpec | None
     num_breakpoints: int
     tokenizer: Tokenizer
-    next_turn: NextTurn | None
 
 
 def prepare_message(served: Served, body: bytes, namespace: str) -> MessageJob:
@@ -140,23 +129,7 @@ async def respond_message(request: Request, served: Served, job: MessageJob) -> 
     """
     if wants_block_names(request):
         return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
-    name_answer(request, job.id)
-    outputs = merge(
-        [
-            served.stream(
-                request,
-                job.prompt,
-                job.params,
-                request_id=job.id,
-                scope=job.scope,
-                priority=job.priority,
-                leases=job.leases,
-                blend=job.blend,
-                adapter=served.adapter(job.model),
-                next_turn=job.next_turn,
-            )
-        ]
-    )
+    outputs = served.run(request, job)
     headers = id_headers(job.id, is_anthropic=True)
     if job.stream:
 

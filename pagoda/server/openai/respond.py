@@ -45,6 +45,22 @@ if TYPE_CHECKING:
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptJob:
+    """One prompt to run, and what its answer is called. `next_turn` tells what a chat goes on from."""
+
+    id: str
+    model: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    scope: Scope
+    priority: int
+    stream: bool
+    leases: tuple[LeaseSpec, ...]
+    blend: BlendSpec | None
+    next_turn: NextTurn | None = None
+
+
 @dataclass(frozen=True)
 class Served:
     """The engine, the names that clients may call its model by, and what is kept for them between requests.
@@ -84,6 +100,23 @@ class Served:
         if wants_explanation(request):
             stream = explained(stream, self.engine, request_id, request.state.namespace)
         return self.ledger.metered(stream, request.state.account)
+
+    def run(self, request: Request, job: PromptJob) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The stream of a job, which names the answer to the request."""
+        name_answer(request, job.id)
+        stream = self.stream(
+            request,
+            job.prompt,
+            job.params,
+            request_id=job.id,
+            scope=job.scope,
+            priority=job.priority,
+            leases=job.leases,
+            blend=job.blend,
+            next_turn=job.next_turn,
+            adapter=self.adapter(job.model),
+        )
+        return merge([stream])
 
     @property
     def names(self) -> tuple[str, ...]:

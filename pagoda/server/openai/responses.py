@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from pagoda.engine.outputs import Completion, FinishReason, RequestOutput
-from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams, Span
+from pagoda.engine.params import Span
 from pagoda.errors import InvalidRequest, RequestAborted
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.block_names import block_names, wants_block_names
@@ -24,17 +24,17 @@ from pagoda.server.body import parse_object
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError, describe
 from pagoda.server.explain import about_cache
-from pagoda.server.ids import id_headers, name_answer, new_id
+from pagoda.server.ids import id_headers, new_id
 from pagoda.server.ledger import written
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
 from pagoda.server.openai.chat import normalize_messages
-from pagoda.server.openai.respond import Served, blend_usage
+from pagoda.server.openai.respond import PromptJob, Served, blend_usage
 from pagoda.server.openai.response_store import Conversation, Message, Shelf
 from pagoda.server.openai.schema import GenerationRequest, Int32, validate
 from pagoda.server.passages import FIELD as PASSAGE
 from pagoda.server.passages import Passages
-from pagoda.server.stream import NamedEventStream, merge
+from pagoda.server.stream import NamedEventStream
 
 _UNSUPPORTED = ("background", "conversation", "include", "max_tool_calls", "prompt", "top_logprobs")
 _PART_TYPES = ("input_text", "output_text", "text")
@@ -53,20 +53,13 @@ class ResponsesRequest(GenerationRequest):
     metadata: dict[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class ResponseJob:
+@dataclass(frozen=True, kw_only=True)
+class ResponseJob(PromptJob):
     """What to run. `earlier` and `new` are the conversation without instructions; `new` came with this request."""
 
-    id: str
-    model: str
     request: ResponsesRequest
     earlier: Conversation
     new: tuple[Message, ...]
-    prompt: Sequence[int]
-    params: SamplingParams
-    scope: Scope
-    leases: tuple[LeaseSpec, ...]
-    blend: BlendSpec | None
 
 
 def prepare_response(served: Served, shelf: Shelf, body: bytes, namespace: str) -> ResponseJob:
@@ -122,6 +115,8 @@ def prepare_response(served: Served, shelf: Shelf, body: bytes, namespace: str) 
         prompt=prompt,
         params=params,
         scope=Scope(namespace, start.cache_salt),
+        priority=request.priority,
+        stream=bool(request.stream),
         leases=(*request.leases(len(prompt)), *marked),
         blend=served.blend.spec(request.blend, passages, spans),
     )
@@ -189,25 +184,10 @@ async def respond_response(request: Request, served: Served, shelf: Shelf, job: 
     """
     if wants_block_names(request):
         return await block_names(served.engine, [job.prompt], job.scope, served.adapter(job.model))
-    name_answer(request, job.id)
-    outputs = merge(
-        [
-            served.stream(
-                request,
-                job.prompt,
-                job.params,
-                request_id=job.id,
-                scope=job.scope,
-                priority=job.request.priority,
-                leases=job.leases,
-                blend=job.blend,
-                adapter=served.adapter(job.model),
-            )
-        ]
-    )
+    outputs = served.run(request, job)
     answer = _Answer(job, shelf, served.engine.tokenizer)
     headers = id_headers(job.id)
-    if job.request.stream:
+    if job.stream:
 
         async def first() -> tuple[int, RequestOutput]:
             return await anext(outputs)
