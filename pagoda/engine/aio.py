@@ -17,16 +17,15 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from pagoda.engine.admin import CacheAdmin
 from pagoda.engine.engine import Engine
+from pagoda.engine.engine_stats import EngineStats, engine_stats
 from pagoda.engine.outputs import AgeHistogram, EngineObserver, RequestOutput, TierReport
 from pagoda.engine.params import BlendSpec, LeaseSpec, SamplingParams
 from pagoda.engine.pressure.ladder import LevelChange
-from pagoda.engine.pressure.report import PressureReport
 from pagoda.errors import Overloaded, RequestAborted, RequestError
 from pagoda.kv.keys import Scope
 from pagoda.kv.tiered import TieredCache
@@ -64,30 +63,6 @@ class _Outputs:
         return self._items.popleft()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot. `num_free_blocks + num_held_blocks + num_cached_blocks == num_blocks`.
-
-    `num_leased_blocks` are under a lease, whether a request holds them too or not; `lease_limit_blocks` bounds them.
-    `host_bytes` are held in host memory for what may be recalled, and `fetched_bytes` came from there so far.
-    """
-
-    num_blocks: int
-    num_free_blocks: int
-    num_held_blocks: int
-    num_cached_blocks: int
-    num_leased_blocks: int
-    lease_limit_blocks: int
-    num_leases: int
-    num_leases_refused: int
-    block_size: int
-    num_running: int
-    num_waiting: int
-    pressure: PressureReport
-    host_bytes: int = 0
-    fetched_bytes: int = 0
-
-
 class AsyncEngine:
     """Runs an Engine in the background. All methods are for the event loop that called `start`."""
 
@@ -101,7 +76,7 @@ class AsyncEngine:
         self._accepting = False
         self._has_ended = False  # told on the event loop: after it, nothing is put into the inbox
         self._asked: set[asyncio.Future[Any]] = set()
-        self._stats = self._snapshot()
+        self._stats = engine_stats(self._core)
 
     @property
     def model_name(self) -> str:
@@ -168,7 +143,9 @@ class AsyncEngine:
         def run() -> None:
             try:
                 value = work()
-                self._stats = self._snapshot()  # as for outputs: whoever has the answer sees the state it came from
+                self._stats = engine_stats(
+                    self._core
+                )  # as for outputs: whoever has the answer sees the state it came from
                 settle(result.set_result, value)
             except Exception as error:
                 settle(result.set_exception, error)
@@ -301,13 +278,15 @@ class AsyncEngine:
                 if not outputs:
                     self._core.cache.retention.expire()
                     self._core.pressure.look()
-                self._stats = self._snapshot()  # first, so that whoever has an output sees the state it came from
+                self._stats = engine_stats(
+                    self._core
+                )  # first, so that whoever has an output sees the state it came from
                 self._publish(outputs)
         except BaseException:
             logger.exception("the engine stopped after an error")
             raise
         finally:
-            self._stats = self._snapshot()
+            self._stats = engine_stats(self._core)
             self._fail_all()
 
     def _take_commands(self) -> bool:
@@ -364,23 +343,3 @@ class AsyncEngine:
         for result in self._asked:
             if not result.done():
                 result.set_exception(RequestAborted("the engine stopped"))
-
-    def _snapshot(self) -> EngineStats:
-        cache, sparsity = self._core.cache, self._core.sparsity
-        recall = None if sparsity is None else sparsity.memory.recall
-        return EngineStats(
-            num_blocks=cache.num_blocks,
-            num_free_blocks=cache.num_free_blocks,
-            num_held_blocks=cache.num_held_blocks,
-            num_cached_blocks=cache.num_cached_blocks,
-            num_leased_blocks=cache.retention.num_blocks,
-            lease_limit_blocks=cache.retention.limit_blocks,
-            num_leases=len(cache.retention.leases),
-            num_leases_refused=cache.retention.num_refused,
-            block_size=cache.block_size,
-            num_running=self._core.num_running,
-            num_waiting=self._core.num_waiting,
-            host_bytes=0 if recall is None else recall.host.num_held_bytes,
-            fetched_bytes=0 if recall is None else recall.host.num_fetched_bytes,
-            pressure=self._core.pressure.report,
-        )

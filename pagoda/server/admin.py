@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse, Response
 from pagoda.engine.admin import CacheAdmin, PrefixView, Purge
 from pagoda.errors import InvalidRequest, LeaseRefused
 from pagoda.server.auth import is_admin, require_admin
-from pagoda.server.backend import Backend, Scope, Tokenizer
+from pagoda.server.backend import Backend, BackendStats, Scope, Tokenizer
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
 from pagoda.server.openai.respond import Served
@@ -106,16 +106,7 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
     @router.get("/kv")
     async def usage() -> Response:
         tenants = await engine.manage(lambda cache: cache.usage())
-        stats = engine.stats()
-        blocks = {
-            "total": stats.num_blocks,
-            "free": stats.num_free_blocks,
-            "held": stats.num_held_blocks,
-            "cached": stats.num_cached_blocks,
-            "leased": stats.num_leased_blocks,
-            "lease_limit": stats.lease_limit_blocks,
-        }
-        return JSONResponse({"blocks": blocks, "tenants": [asdict(tenant) for tenant in tenants]})
+        return JSONResponse({"blocks": pool_report(engine.stats()), "tenants": [asdict(tenant) for tenant in tenants]})
 
     async def tokens_of(fields: PrefixFields) -> list[int]:
         return (await asyncio.to_thread(read_prefix, fields, engine.tokenizer)).tokens
@@ -223,6 +214,18 @@ def _purge_request(request_id: str, cache: CacheAdmin) -> int | None:
     names = [request_id, *cache.request_ids(f"{request_id}-")]
     counts = [count for name in names if (count := cache.purge_request(name)) is not None]
     return sum(counts) if counts else None
+
+
+def pool_report(stats: BackendStats) -> dict[str, int]:
+    """The blocks of the pool by state, for JSON."""
+    return {
+        "total": stats.num_blocks,
+        "free": stats.num_free_blocks,
+        "held": stats.num_held_blocks,
+        "cached": stats.num_cached_blocks,
+        "leased": stats.num_leased_blocks,
+        "lease_limit": stats.lease_limit_blocks,
+    }
 
 
 def prefix_report(prefix: PrefixView, text: str | None) -> dict[str, Any]:

@@ -12,3 +12,10 @@ def time() -> Iterator[SimulatedTime]:
     time = SimulatedTime()
     yield time
     time.end()
+
+
+@pytest.fixture
+def quick_breakers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that was taken out is tried again at once."""
+    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("pagoda.kv.breaker._LAST_BACKOFF_S", 0.02)

@@ -152,12 +152,9 @@ def test_a_purge_in_mid_restore_leaves_the_request_to_itself(
         core.cache.clear()
 
 
+@pytest.mark.usefixtures("quick_breakers")
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
-def test_random_load_over_tiers_of_changing_speed(
-    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("pagoda.kv.breaker._LAST_BACKOFF_S", 0.02)
+def test_random_load_over_tiers_of_changing_speed(windows: tuple[int | None, ...]) -> None:
     rng = np.random.default_rng(5)
     faults = Faults()
     tiers: list[tuple[Tier, WritePolicy]] = [(FaultyTier(MemoryTier(1 << 18), faults), WritePolicy.BACK)]

@@ -223,12 +223,9 @@ def test_prefetching_waits_while_somebody_restores(tier: MemoryTier) -> None:
     finish(core, cache, "runs", "waits")
 
 
+@pytest.mark.usefixtures("quick_breakers")
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
-def test_random_load_with_a_short_bench_leaks_nothing(
-    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("pagoda.kv.breaker._LAST_BACKOFF_S", 0.02)
+def test_random_load_with_a_short_bench_leaks_nothing(windows: tuple[int | None, ...]) -> None:
     rng = np.random.default_rng(3)
     faults = Faults()
     tiers = [(MemoryTier(1 << 13), WritePolicy.BACK), (FaultyTier(MemoryTier(1 << 16), faults), THROUGH)]

@@ -210,12 +210,9 @@ def test_a_full_write_queue_skips_and_counts(monkeypatch: pytest.MonkeyPatch) ->
     faults.running.set()
 
 
+@pytest.mark.usefixtures("quick_breakers")
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
-def test_random_load_over_faulty_tiers_leaks_nothing(
-    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagoda.kv.breaker._FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("pagoda.kv.breaker._LAST_BACKOFF_S", 0.02)
+def test_random_load_over_faulty_tiers_leaks_nothing(windows: tuple[int | None, ...]) -> None:
     rng = np.random.default_rng(1)
     faults = Faults()
     tiers = [(MemoryTier(1 << 14), BACK), (FaultyTier(MemoryTier(1 << 16), faults), THROUGH)]

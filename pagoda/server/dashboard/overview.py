@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda import __version__
 from pagoda.engine.admin import BlockMap, BlockUse, CacheAdmin, PrefixView, TenantUsage
-from pagoda.server.admin import anonymous_report, prefix_report
+from pagoda.server.admin import anonymous_report, pool_report, prefix_report
 from pagoda.server.auth import is_admin
 from pagoda.server.backend import Backend
 from pagoda.server.dashboard.recent import Recent
@@ -75,12 +75,7 @@ def overview_router(served: Served, recent: Recent, admin_key: str | None) -> AP
                     "block_size": stats.block_size,
                 },
                 "pool": {
-                    "total": stats.num_blocks,
-                    "free": stats.num_free_blocks,
-                    "held": stats.num_held_blocks,
-                    "cached": stats.num_cached_blocks,
-                    "leased": stats.num_leased_blocks,
-                    "lease_limit": stats.lease_limit_blocks,
+                    **pool_report(stats),
                     "running": stats.num_running,
                     "waiting": stats.num_waiting,
                 },
