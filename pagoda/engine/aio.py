@@ -143,9 +143,8 @@ class AsyncEngine:
         def run() -> None:
             try:
                 value = work()
-                self._stats = engine_stats(
-                    self._core
-                )  # as for outputs: whoever has the answer sees the state it came from
+                # As for outputs: whoever has the answer sees the state it came from.
+                self._stats = engine_stats(self._core)
                 settle(result.set_result, value)
             except Exception as error:
                 settle(result.set_exception, error)
@@ -278,9 +277,8 @@ class AsyncEngine:
                 if not outputs:
                     self._core.cache.retention.expire()
                     self._core.pressure.look()
-                self._stats = engine_stats(
-                    self._core
-                )  # first, so that whoever has an output sees the state it came from
+                # First, so that whoever has an output sees the state it came from.
+                self._stats = engine_stats(self._core)
                 self._publish(outputs)
         except BaseException:
             logger.exception("the engine stopped after an error")
