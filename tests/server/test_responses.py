@@ -131,6 +131,9 @@ def test_what_is_dropped_takes_along_what_goes_on_from_it() -> None:
     assert store.drop_response("b")
     assert kept(store.shelf("t"), "abcde") == "ade"
     assert not store.drop_response("b")
+    for late in "ab", "b", "abf":  # were computed meanwhile
+        store.shelf("t").put(conversation(late), 1)
+    assert kept(store.shelf("t"), "abf") == "a"
     store.drop("t")
     assert kept(store.shelf("t"), "ade") == ""
     assert kept(store.shelf("u"), "x") == "x"

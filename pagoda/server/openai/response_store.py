@@ -26,6 +26,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Conversation, int]] = OrderedDict()  # with the characters that each added
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # the last ones, which may be in the making
         self._num_chars = 0
         self._lock = threading.Lock()  # looked up while tokenizing, on other threads than the event loop's
 
@@ -38,18 +39,23 @@ class Shelf:
             return self._kept[response_id][0]
 
     def put(self, conversation: Conversation, num_new: int) -> None:
-        """Keep a conversation whose last `num_new` messages are not in another one that is kept."""
+        """Keep a conversation, unless it was dropped. Its last `num_new` messages are in no other that is kept."""
         messages = conversation.messages
         num_chars = sum(len(str(message)) for message in messages[len(messages) - num_new :])
         with self._lock:
+            if not self._dropped.keys().isdisjoint(conversation.ids):
+                return
             self._kept[conversation.ids[-1]] = conversation, num_chars
             self._num_chars += num_chars
             while len(self._kept) > MAX_RESPONSES or self._num_chars > MAX_CHARS:
                 self._drop(next(iter(self._kept)))
 
     def drop(self, response_id: str) -> bool:
-        """Forget the conversations with a response in them; returns whether there were any."""
+        """Forget the conversations with a response in them, those too that are being made; whether any was kept."""
         with self._lock:
+            self._dropped[response_id] = None
+            if len(self._dropped) > MAX_RESPONSES:
+                self._dropped.popitem(last=False)
             gone = [name for name, (kept, _) in self._kept.items() if response_id in kept.ids]
             for name in gone:
                 self._drop(name)
@@ -74,5 +80,5 @@ class ResponseStore:
         self._shelves.pop(namespace, None)
 
     def drop_response(self, response_id: str) -> bool:
-        """Forget a response and what goes on from it, whosever it is; returns whether there was anything."""
-        return any(shelf.drop(response_id) for shelf in self._shelves.values())
+        """Forget a response and what goes on from it, whosever it is; returns whether anything was kept."""
+        return sum(shelf.drop(response_id) for shelf in self._shelves.values()) > 0
