@@ -88,7 +88,7 @@ private:
     void prepare(int head, int64_t column, const float* q) const {
         const FewQueries to = queries(head);
         float factors[kFew] = {};
-        Vec spread[256 / kTileSide] = {};  // of each channel, the largest number of all rows in units of u
+        Vec spread[kMaxHeadDim / kTileSide] = {};  // of each channel, the largest number of all rows in units of u
         for (int64_t r = 0; r < rows_; r++) {
             Vec top = {}, nothing = {};
             for (int64_t d = 0; d < head_dim_; d += kTileSide) {

@@ -5,7 +5,7 @@
 //     even [rows, 16 channels] += probabilities [rows, 16 keys x (p, 0)]  x  values    values as they lie are a right one whose depth is
 //     odd  [rows, 16 channels] += probabilities [rows, 16 keys x (0, p)]  x  values    keys x two channels: a zero leaves one of them out
 //
-// So nothing is copied or turned. Reading is what takes time here: the next entries are asked for evenly, between what is computed with
+// So nothing is turned, and nothing copied but where sixteen entries do not lie one after the other. Reading is what takes time here: the next entries are asked for evenly, between what is computed with
 // these.
 #pragma once
 
@@ -93,7 +93,7 @@ inline void few_rows_of(const float* sums, Vec rows[kQuad]) {
 }
 
 // Where the keys, or values, of up to kTileKeys entries are for tiles, sixteen by sixteen: as they lie, or, where sixteen do not lie one
-// after the other, in `room`, [kTileKeys][head_dim], zeros past the last.
+// after the other, in `room`, [kTileKeys][head_dim], the last of those that have some filled up with zeros.
 struct Sixteens {
     const bf16* data[kTileKeys / kTileSide];
     int64_t stride[kTileKeys / kTileSide];
@@ -105,7 +105,7 @@ struct Sixteens {
             const bool as_they_lie = j + kTileSide <= count && (first + j) % slots + kTileSide <= slots;
             data[j / kTileSide] = as_they_lie ? rows[j] : room;
             stride[j / kTileSide] = as_they_lie ? slot_bytes : bytes;
-            for (int i = 0; i < kTileSide && !as_they_lie; i++) {
+            for (int i = 0; i < kTileSide && j < count && !as_they_lie; i++) {
                 if (j + i < count) {
                     memcpy(room + i * head_dim, rows[j + i], bytes);
                 } else {
@@ -130,10 +130,10 @@ private:
 };
 
 // Scores of a head's rows against up to kTileKeys entries, in units of log2 or what a softcap takes.
-inline void score_few(const AttentionArgs& a, const Sixteens& keys, const bf16* queries, int64_t quads, Lookahead& ahead, const DecodeScratch& s) {
+inline void score_few(const AttentionArgs& a, const Sixteens& keys, int count, const bf16* queries, int64_t quads, Lookahead& ahead, const DecodeScratch& s) {
     const int64_t head_dim = a.pool.head_dim;
     alignas(64) float sums[kDecodeRows / kQuad][kTileKeys][kQuad];
-    for (int j = 0; j < kTileKeys; j += kTileSide) {
+    for (int j = 0; j < count; j += kTileSide) {
         for (int64_t quad = 0; quad < quads; quad += 2) {
             const bf16 *q = queries + quad * kQuad * head_dim, *next_q = q + kQuad * head_dim;
             const bool two = quad + 1 < quads;
@@ -156,7 +156,7 @@ inline void score_few(const AttentionArgs& a, const Sixteens& keys, const bf16* 
     memory_is_written();
     const float unit = query_scale(a);
     for (int64_t quad = 0; quad < quads; quad++) {
-        for (int j = 0; j < kTileKeys; j += kTileSide) {
+        for (int j = 0; j < count; j += kTileSide) {
             Vec rows[kQuad];
             few_rows_of(sums[quad][j], rows);
             for (int r = 0; r < kQuad; r++) store(s.scores + (quad * kQuad + r) * kTileKeys + j, rows[r] * unit);
@@ -227,8 +227,8 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, quads = quads_of(rows);
     const Lying lying(a, stretch);
     Source source(a, t, stretch, s.widened);
-    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+    for (int64_t begin = stretch.begin, end; begin < stretch.end; begin = end) {
+        end = tile_end(begin, stretch.end);
         Seen by[kDecodeRows];
         for (int64_t r = 0; r < rows; r++) by[r] = seen(a, t, stretch, t.row_begin + r, begin, end);
         for (int h = 0; h < t.num_kv_heads; h++) {
@@ -237,13 +237,13 @@ inline void decode_stretch(const AttentionArgs& a, const Tile& t, const Stretch&
             Lookahead ahead = source.lookahead();
             const int count = entries.count;
             const Sixteens keys(entries.keys, count, begin % lying.slots, lying.slots, lying.key_bytes, head_dim, s.room);
-            score_few(a, keys, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
+            score_few(a, keys, count, s.queries + h * quads * kQuad * head_dim, quads, ahead, s);
             float* acc = s.acc + h * rows * head_dim;
             for (int64_t r = 0; r < rows; r++) {
                 float* scores = s.scores + r * kTileKeys;
                 ahead.some();
                 if (source.key_scales()) multiply(scores, source.key_scales(), count);
-                soft_cap(a, scores, kTileKeys);
+                soft_cap(a, scores, count);
                 mask(scores, by[r], kTileKeys);
                 softmax_step(scores, kTileKeys, s.top[h * rows + r], s.sum[h * rows + r], acc + r * head_dim, head_dim);
                 if (!source.value_scales()) continue;
@@ -271,7 +271,6 @@ inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory
     const DecodeScratch s(memory, head_dim);
     const TileConfig configured(rows > kBand ? kWideBandTiles : kBandTiles);
     pack_few_queries(a, t, s.queries);
-    memset(s.p, 0, 4 * kDecodeRows * kTileKeys * sizeof(uint32_t));
     memset(s.acc, 0, all_rows * head_dim * sizeof(float));
     for (int64_t r = 0; r < all_rows; r++) {
         s.top[r] = -INFINITY;

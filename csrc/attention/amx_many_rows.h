@@ -64,7 +64,7 @@ int64_t amx_scratch_bytes(int64_t head_dim) {
 
 inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
     const int64_t head_dim = a.pool.head_dim;
-    alignas(64) bf16 rows[kTileSide * 256];
+    alignas(64) bf16 rows[kTileSide * kMaxHeadDim];
     for (int64_t begin = t.row_begin; begin < t.row_end; begin += kTileSide) {
         const int count = (int)smaller<int64_t>(kTileSide, t.row_end - begin);
         for (int r = 0; r < count; r++) {
@@ -79,7 +79,7 @@ inline void pack_queries(const AttentionArgs& a, const Tile& t, bf16* to) {
 
 // Entries past `count` become zero: a NaN in a slot nobody wrote would spread, though its probability is zero.
 inline void pack_values(const Entries<bf16>& entries, int count, int64_t head_dim, bf16* to) {
-    alignas(64) static const bf16 zeros[256] = {};
+    alignas(64) static const bf16 zeros[kMaxHeadDim] = {};
     constexpr int kPart = 8;  // values of a 128-bit part: a vector has those of four entries
     for (int j = 0; j < kTileKeys; j += kTileDepth, to += kTileDepth * head_dim) {
         const bf16* rows[kTileDepth];
@@ -169,9 +169,10 @@ inline void amx_attend(const AttentionArgs& a, const Tile& t, const Stretch& str
     const Lying lying(a, stretch);
     const Scores scores(a);
     Source source(a, t, stretch, s.widened);
-    for (int64_t at = stretch.begin; at < stretch.end; at += kTileKeys) {
-        const int begin = (int)(at - stretch.begin), count = (int)(smaller(at + kTileKeys, stretch.end) - at);
-        const Entries<bf16>& entries = source.at(t.kv_head, at, t.kv_head, at + count);
+    for (int64_t at = stretch.begin, end; at < stretch.end; at = end) {
+        end = tile_end(at, stretch.end);
+        const int begin = (int)(at - stretch.begin), count = (int)(end - at);
+        const Entries<bf16>& entries = source.at(t.kv_head, at, t.kv_head, end);
         int first = 0, last = blocks;  // those that see any of the entries
         while (first < last && s.seen(first).none_of(begin, begin + count)) first++;
         while (first < last && s.seen(last - 1).none_of(begin, begin + count)) last--;
@@ -256,7 +257,7 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     }
     for (int64_t r = 0; r < rows; r += kTileSide) {
         float* acc = s.acc + r * head_dim;
-        alignas(64) float row[kTileSide][256];
+        alignas(64) float row[kTileSide][kMaxHeadDim];
         for (int64_t d = 0; d < head_dim; d += kTileSide) {
             __m512i lanes[kTileSide];
             for (int i = 0; i < kTileSide; i++) lanes[i] = _mm512_loadu_si512(acc + (d + i) * kTileSide);

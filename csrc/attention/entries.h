@@ -63,6 +63,10 @@ inline Seen seen(const AttentionArgs& a, const Tile& t, const Stretch& s, int64_
     return {(int)(smaller(larger(first, begin), end) - begin), (int)(larger(smaller(last, end), begin) - begin)};
 }
 
+// Where the entries that are met together, at most kTileKeys, end if they begin at `begin`: at the same places in every part and window, so
+// that all but the first lie together in blocks.
+inline int64_t tile_end(int64_t begin, int64_t end) { return smaller((begin / kTileKeys + 1) * kTileKeys, end); }
+
 // A part's entries of one head.
 struct Place {
     const char* data;
@@ -87,7 +91,7 @@ struct Entries {
     // A head's from `begin` on, as many as fit and the stretch has: maybe none.
     Entries(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin) { find(a, t, s, kv_head, begin); }
     void find(const AttentionArgs& a, const Tile& t, const Stretch& s, int kv_head, int64_t begin) {
-        count = (int)larger<int64_t>(0, smaller<int64_t>(kTileKeys, s.end - begin));
+        count = (int)larger<int64_t>(0, tile_end(begin, s.end) - begin);
         const int64_t block_size = a.pool.block_size;
         const Place key(*s.keys, kv_head), value(*s.values, kv_head);
         int64_t slot = begin % block_size;

@@ -232,8 +232,8 @@ template <typename Source>
 inline void attend(const AttentionArgs& a, const Tile& t, const Stretch& stretch, const Scratch& s) {
     const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     Source source(a, t, stretch, s.widened);
-    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+    for (int64_t begin = stretch.begin, end; begin < stretch.end; begin = end) {
+        end = tile_end(begin, stretch.end);
         for (int h = 0; h < t.num_kv_heads; h++) {
             const bool last = h + 1 == t.num_kv_heads;
             const auto& entries = source.at(t.kv_head + h, begin, t.kv_head + (last ? 0 : h + 1), last ? end : begin);
@@ -293,8 +293,8 @@ inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& s
     const Tile& t = m.tile;
     const int64_t group = a.num_heads / a.pool.num_kv_heads;
     Source source(a, t, stretch, s.widened);
-    for (int64_t begin = stretch.begin; begin < stretch.end; begin += kTileKeys) {
-        const int64_t end = smaller(begin + kTileKeys, stretch.end);
+    for (int64_t begin = stretch.begin, end; begin < stretch.end; begin = end) {
+        end = tile_end(begin, stretch.end);
         const auto& entries = source.at(t.kv_head, begin, t.kv_head, end);
         Lookahead ahead = source.key_lookahead();
         score(s.q, a.pool.head_dim, entries, source, rows, ahead, s.scores);

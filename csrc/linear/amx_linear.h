@@ -10,7 +10,7 @@
 #pragma once
 
 #include "linear/amx_expand.h"
-#include "decoder/amx_outgoing.h"
+#include "linear/amx_outgoing.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {

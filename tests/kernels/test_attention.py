@@ -152,6 +152,17 @@ def test_few_rows_of_several_kv_heads(isa: str, group: int, head_dim: int, block
     check(make_batch(lens, num_kv_heads=3, window=50, **options), window=50)
 
 
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("window", [1, 15, 64, 300])
+def test_windows_begin_anywhere(isa: str, window: int, block_size: int) -> None:
+    """In a block's middle at most steps: entries before a window's begin lie in the same sixteen."""
+    lens = [(length, rows) for length in (5, 320, 333, 335, 336) for rows in (1, 3)]
+    check(
+        make_batch(lens, window=window, block_size=block_size, group=3, head_dim=64, dtype=torch.bfloat16),
+        window=window,
+    )
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("head_dim", [24, 32, 96])
 def test_many_rows_of_one_kv_head(isa: str, head_dim: int, window: int | None) -> None:
