@@ -6,7 +6,7 @@
 A classifier that sees B's two figures guesses which of both it was. Its area under the ROC curve (AUC) is 0.5 if they
 tell nothing. The same probe by A itself, whose AUC must be near 1, shows that the classifier would see a leak.
 
-    python -m benchmarks.isolation [--model smollm2] [--pairs 500] [--prefix-tokens 64] [--json FILE]
+    python -m benchmarks.isolation [--model smollm2] [--pairs 500] [--prefix-tokens 64] [--kv-format int4] [--json FILE]
 
 The server is the real one, over HTTP, with nothing else to do. Exit status 1 if B's AUC is more than 0.05 from 0.5.
 """
@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -99,9 +100,10 @@ def judge(prober: str, probes: Floats, labels: npt.NDArray[np.bool_], rng: np.ra
 
 
 @asynccontextmanager
-async def serve(model: str, kv_memory: str) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+async def serve(model: str, kv_memory: str, kv_format: str) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """A client of a server with two tenants, a and b, whose keys are their names; and the size of the vocabulary."""
-    engine = Engine(model, kv_memory=kv_memory, max_model_len=512, max_num_seqs=4, token_budget=512, progress=False)
+    sizes: dict[str, Any] = {"kv_memory": kv_memory, "max_model_len": 512, "max_num_seqs": 4, "token_budget": 512}
+    engine = Engine(model, kv_format=kv_format, progress=False, **sizes)
     app = create_app(AsyncEngine(engine), api_keys=ApiKeys({"a": "a", "b": "b"}), drain_s=1)
     server = DrainingServer(app, log_level="warning")
     sock = bind("127.0.0.1", 0)
@@ -131,11 +133,13 @@ async def probe(client: httpx.AsyncClient, key: str, prompt: list[int]) -> tuple
     return ttft, cached
 
 
-async def measure(model: str, kv_memory: str, pairs: int, prefix_tokens: int, seed: int) -> list[Result]:
+async def measure(
+    model: str, kv_memory: str, kv_format: str, pairs: int, prefix_tokens: int, seed: int
+) -> list[Result]:
     """Probe `pairs` times with the prefix sent and as often without, in random order; then the control."""
     rng = np.random.default_rng(seed)
 
-    async with serve(model, kv_memory) as (client, vocab_size):
+    async with serve(model, kv_memory, kv_format) as (client, vocab_size):
 
         def tokens(count: int) -> list[int]:
             return [int(token) for token in rng.integers(0, vocab_size, count)]
@@ -159,12 +163,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kv-memory", default="128MiB")
+    parser.add_argument("--kv-format", default="auto")
     parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--prefix-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = asyncio.run(measure(args.model, args.kv_memory, args.pairs, args.prefix_tokens, args.seed))
+    results = asyncio.run(
+        measure(args.model, args.kv_memory, args.kv_format, args.pairs, args.prefix_tokens, args.seed)
+    )
     for each in results:
         who = "another tenant" if each.prober == "b" else "the same tenant (control)"
         print(

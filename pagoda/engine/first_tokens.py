@@ -1,11 +1,12 @@
 """FirstRows: keys and values, in full, of the tokens that sequences begin with, where blocks of keys are quantized.
 
-    plan      a: <s> ..   b: Hi ..   c: <s> ..
+    plan      a: <s> ..   b: Hi ..   c: <s> ..        all of one tenant
     rows      0: <s>      1: Hi      2: (free)
 
 A sequence's first token sees itself alone, so its keys and values depend on nothing but the token and the adapter: what
-is computed once serves all who begin so, in any scope, cold or after a hit, and where it was given up it is computed
-again. (That such a token is worth keeping as it is: IntactKV, arXiv:2403.01241.)
+is computed once serves all who begin so, cold or after a hit, and where it was given up it is computed again. Only
+within a namespace and a salt, though it is the same in all: a pass that is spared would tell one tenant of another.
+(That such a token is worth keeping as it is: IntactKV, arXiv:2403.01241.)
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from pagoda.engine.request import Request
+from pagoda.engine.request import Request, Sample
 from pagoda.engine.step_plan import Rows
 from pagoda.kernels import KVView
 from pagoda.kv.pool import BlockPool
@@ -24,7 +26,20 @@ from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.lora import Adapter, AdapterRows
 
-_First = tuple[int, str]  # the token, and the identity of the adapter that changes it, or ""
+
+class _First(NamedTuple):
+    """What a row is of, and whose. `adapter` is the identity of the one that changes it, or ""."""
+
+    token: int
+    namespace: str
+    salt: str
+    adapter: str
+
+    @classmethod
+    def of(cls, sample: Sample) -> _First:
+        scope, adapter = sample.request.scope, _adapter(sample.request)
+        token = int(sample.tokens.view[0])
+        return cls(token, scope.namespace, scope.salt, "" if adapter is None else adapter.identity)
 
 
 class FirstRows:
@@ -42,6 +57,9 @@ class FirstRows:
         self._free = list(range(pool.num_blocks))
         self._rows: OrderedDict[_First, int] = OrderedDict()
         self._made_by: weakref.ref[Decoder] | None = None
+        # Of the last plan: most plans have the samples of the one before.
+        self._firsts: dict[Sample, _First] = {}
+        self._planned: list[int] = []
 
     def find(self, plan: Sequence[Rows], decoder: Decoder) -> dict[int, int]:
         """Which row has the first token of each sequence of a plan, by the blocks that it begins with.
@@ -51,27 +69,31 @@ class FirstRows:
         if self._made_by is None or self._made_by() is not decoder:  # other weights
             self._free += self._rows.values()
             self._rows.clear()
+            self._firsts = {}
             self._made_by = weakref.ref(decoder)
-        adapters = [_adapter(rows.sample.request) for rows in plan]
-        firsts = [
-            (int(rows.sample.tokens.view[0]), "" if adapter is None else adapter.identity)
-            for rows, adapter in zip(plan, adapters, strict=True)
-        ]
+        samples = [rows.sample for rows in plan]
+        if samples != list(self._firsts):
+            known, self._firsts = self._firsts, {}  # nothing is, should computing fail
+            firsts = {sample: known.get(sample) or _First.of(sample) for sample in samples}
+            self._planned, self._firsts = self._find(firsts, decoder), firsts
+        return {
+            table.leading: row
+            for rows, row in zip(plan, self._planned, strict=True)
+            for table in rows.lease.tables
+            if table.first == 0  # else the token slid out of the window
+        }
+
+    def _find(self, firsts: Mapping[Sample, _First], decoder: Decoder) -> list[int]:
         row_of, missing = {}, {}
-        for first, adapter in zip(firsts, adapters, strict=True):
+        for sample, first in firsts.items():
             if first in self._rows:
                 row_of[first] = self._rows[first]
                 self._rows.move_to_end(first)
             else:
-                missing[first] = adapter
+                missing[first] = _adapter(sample.request)
         if missing:
             row_of |= self._compute(missing, decoder)
-        found = {}
-        for rows, first in zip(plan, firsts, strict=True):
-            for table in rows.lease.tables:
-                if table.first == 0:  # else the token slid out of the window
-                    found[int(table.ids[0])] = row_of[first]
-        return found
+        return [row_of[first] for first in firsts.values()]
 
     def _compute(self, missing: Mapping[_First, Adapter | None], decoder: Decoder) -> dict[_First, int]:
         """Compute first tokens into free rows, or into those of the least recently used.
@@ -82,7 +104,7 @@ class FirstRows:
             self._free.append(self._rows.popitem(last=False)[1])
         taken = self._free[-len(missing) :]
         decoder.forward(
-            _singles([token for token, _ in missing], taken, decoder.device),
+            _singles([first.token for first in missing], taken, decoder.device),
             self._views,
             [0] * len(self._views),
             adapters=_adapter_rows(list(missing.values()), decoder.device),

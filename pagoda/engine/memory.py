@@ -12,7 +12,7 @@ from pagoda.engine.process_memory import available_memory
 from pagoda.errors import ConfigError
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.pool import BlockPool
-from pagoda.kv.room import most_running, split_room, staged_room
+from pagoda.kv.room import bytes_of_sample, most_running, split_room, staged_room
 from pagoda.kv.sizes import format_size
 from pagoda.kv.staging import StagedPool
 
@@ -51,9 +51,9 @@ def fitted(config: EngineConfig, layout: KVLayout, num_bytes: int) -> EngineConf
     running = most_running(layout, num_bytes, config.max_num_seqs)
     if running < config.max_num_seqs:
         logger.warning(
-            "each running sequence takes %s of KV memory for a block that is being filled: at most %d run, not %d; "
+            "each running sequence takes %s of KV memory for what it has in full: at most %d run, not %d; "
             "raise `--kv-memory` (in Python `kv_memory`) for more",
-            format_size(len(layout.groups) * layout.staged.pool_block_bytes if layout.staged else 0),
+            format_size(bytes_of_sample(layout)),
             running,
             config.max_num_seqs,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -141,21 +141,19 @@ class ModelRunner:
         self.decoder = decoder
         self._pool = pool
         self._group_of_layer = pool.layout.group_of_layer
-        self._staged = pool if isinstance(pool, StagedPool) else None
-        self._strips = None if self._staged is None else self._staged.staging.strips
-        self._first_rows = None if self._staged is None else FirstRows(self._staged.firsts)
+        self._staged = _Staged.of(pool)
         self.kv = self._views()
         self._blender = None if cache is None else Blender(cache, self.kv, self._group_of_layer, decoder.rotations)
 
     def execute(self, plan: Sequence[Rows]) -> torch.Tensor:
         """See Runner."""
-        if self._staged is None or self._first_rows is None:
+        if self._staged is None:
             return self._forward(plan)
-        staging, written = self._staged.staging, _Written.by(plan, self._pool.layout.block_size)
-        staging.begin(self._first_rows.find(plan, self.decoder))
+        staging, written = self._staged.pool.staging, _Written.by(plan, self._pool.layout.block_size)
+        staging.begin(self._staged.first_rows.find(plan, self.decoder))
         staging.open(written.whole, written.begun + written.ended)
-        if self._strips is not staging.strips:
-            self._strips, self.kv = staging.strips, self._views()
+        if self._staged.viewed is not staging.strips:
+            self.kv = self._views()
         logits = self._forward(plan)
         staging.close(written.whole + written.ended)
         return logits
@@ -202,6 +200,8 @@ class ModelRunner:
         return self.decoder.forward(batch, self.kv, self._group_of_layer, hook, adapters, narrowing)
 
     def _views(self) -> list[KVView]:
+        if self._staged is not None:
+            self._staged.viewed = self._staged.pool.staging.strips
         return [self._view(layer) for layer in range(len(self._pool.layout.layers))]
 
     def _view(self, layer: int) -> KVView:
@@ -209,10 +209,24 @@ class ModelRunner:
         parts = {part.name: self._pool.view(layer, part.name) for part in spec.parts}
         if self._staged is None or not spec.staged:
             return KVView.of(parts)
-        pool, staging = self._staged, self._staged.staging
+        pool, staging = self._staged.pool, self._staged.pool.staging
         (keys, slot_of), (values, _) = (staging.views(layer, part.name) for part in spec.staged)
         first_keys, first_values = (pool.firsts.view(layer, part.name) for part in spec.staged)
         return KVView.of(parts, Staging(keys, values, slot_of, FirstTokens(first_keys, first_values, staging.row_of)))
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A pool with a staging area, the first tokens that it keeps, and the strips that the runner's views are of."""
+
+    pool: StagedPool
+    first_rows: FirstRows
+    viewed: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> _Staged | None:
+        """None if the pool has none."""
+        return cls(pool, FirstRows(pool.firsts)) if isinstance(pool, StagedPool) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,7 @@ def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: to
         check_rows(name, new)
     if k.shape[0] != v.shape[0] or k.dtype != v.dtype:
         raise KernelError(f"k is {show(k)} and v {show(v)}")
-    if view.staging is not None and view.staging.keys.dtype != k.dtype:
-        raise KernelError(f"staged blocks are {view.staging.keys.dtype} and k is {k.dtype}")
+    check_staged_dtype(view, k.dtype)
     check_index("slot_mapping", slot_mapping, torch.int64, k.shape[0])
 
 
@@ -121,6 +120,7 @@ def check_attention(
     if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
         raise KernelError(f"q must be [num_rows, n * {num_kv_heads}, {head_dim}]; got {show(q)}")
     check_rows("q", q)
+    check_staged_dtype(view, q.dtype)
     num_requests = context_lens.numel()
     check_index("context_lens", context_lens, torch.int32, num_requests)
     check_index("query_start", query_start, torch.int32, num_requests + 1)
@@ -185,6 +185,12 @@ def _check_staging(staging: Staging, view: KVView) -> None:
         if part.shape != of_first or part.dtype != staging.keys.dtype:
             raise KernelError(f"{name} must be {list(of_first)} {staging.keys.dtype}; got {show(part)}")
         check_rows(name, part)
+
+
+def check_staged_dtype(view: KVView, dtype: torch.dtype) -> None:
+    """What is in full, of the dtype that is computed in, which kernels take it to be. The view must be checked."""
+    if view.staging is not None and view.staging.keys.dtype != dtype:
+        raise KernelError(f"staged blocks are {view.staging.keys.dtype}, and what is computed with them is {dtype}")
 
 
 def check_step(

@@ -260,6 +260,7 @@ class FusedDecoder:
             return
         for view in views:
             checks.check_view(view)
+            checks.check_staged_dtype(view, torch.bfloat16)
             if (view.keys.shape[1], view.head_dim) != self._shape:
                 raise KernelError(
                     f"the views must have {self._shape[0]} heads of {self._shape[1]}; got {list(view.keys.shape)}"

@@ -41,6 +41,11 @@ class BlockTable:
         return self._ids[: self._len]
 
     @property
+    def leading(self) -> int:
+        """The first entry of a table that has one: asked for at each step, for a fifth of what `ids` would take."""
+        return self._ids.item(0)
+
+    @property
     def held(self) -> BlockIds:
         """The blocks that the request holds, as a view."""
         return self._ids[self.first : self._len]

@@ -264,7 +264,8 @@ class KVLayout:
     def firsts(self) -> KVLayout | None:
         """The layout of tokens that sequences begin with, in full, where blocks are staged: blocks of one token.
 
-        All layers are one group: there is nothing in such a block that a window could leave behind.
+        All layers are one group: there is nothing in such a block that a window could leave behind. Layers that are not
+        staged have a part in it too, which nobody reads: the pass that computes a first token writes in all of them.
         """
         if self.staged is None:
             return None

@@ -35,12 +35,16 @@ class StagedRoom:
         return blocks + self.num_firsts(layout) * layout.firsts.pool_block_bytes
 
 
+def bytes_of_sample(layout: KVLayout) -> int:
+    """What a running sample takes beside the pool: a copy of a block of each layer group, and its first token."""
+    return StagedRoom(0, len(layout.groups)).num_bytes(layout)
+
+
 def most_running(layout: KVLayout, num_bytes: int, wanted: int) -> int:
     """How many samples may run at once in a pool, at most `wanted`: each is filling a block of each layer group."""
     if layout.staged is None:
         return wanted
-    of_one = StagedRoom(0, len(layout.groups)).num_bytes(layout)
-    return min(wanted, max(_LEAST_RUNNING, num_bytes // _STAGED_SHARE // of_one - 1))
+    return min(wanted, max(_LEAST_RUNNING, num_bytes // _STAGED_SHARE // bytes_of_sample(layout) - 1))
 
 
 def staged_room(layout: KVLayout, num_running: int, step_tokens: int) -> StagedRoom:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 import transformers
 
 from pagoda.engine.engine import Engine
-from pagoda.engine.first_tokens import FirstRows
+from pagoda.engine.first_tokens import FirstRows, _First
 from pagoda.engine.params import SamplingParams
+from pagoda.kernels import KVView
+from pagoda.kv.keys import Scope
+from pagoda.model.batch import ForwardBatch
+from pagoda.model.decoder import Decoder
 from tests.model import adapters, models, tokenizers_made_here
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -49,15 +54,15 @@ def outputs(engine: Engine, inputs: list[list[int]], adapter: str | None = None)
 
 
 def table(engine: Engine) -> FirstRows:
-    rows = engine._runner._first_rows
-    assert rows is not None
-    return rows
+    staged = engine._runner._staged
+    assert staged is not None
+    return staged.first_rows
 
 
 def held(engine: Engine, token: int, adapter: str = "") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the row of a first token has, layer by layer: keys and values `[num_kv_heads, head_dim]`."""
     rows = table(engine)
-    row = rows._rows[token, adapter]
+    row = rows._rows[_First(token, "", "", adapter)]
     return [(view.keys[row, :, 0], view.values[row, :, 0]) for view in rows._views]
 
 
@@ -97,8 +102,8 @@ def test_tokens_that_were_given_up_are_computed_again(made: tuple[Path, Any]) ->
         check_nothing_leaked(engine)
     assert engine.core.cache.stats.num_hit_tokens - before >= 7 * 24, "the last were warm"
     assert len(table(engine)._rows) == 3
-    for first, _ in table(engine)._rows:
-        check_rows(engine, first, model)
+    for first in table(engine)._rows:
+        check_rows(engine, first.token, model)
 
 
 def test_a_block_that_began_a_sequence_may_be_any_block_of_another(made: tuple[Path, Any]) -> None:
@@ -112,6 +117,53 @@ def test_a_block_that_began_a_sequence_may_be_any_block_of_another(made: tuple[P
                 [alone[first]] = outputs(make(folder), [tokens])
             assert outputs(engine, [tokens]) == [alone[first]]
     assert engine.core.cache.stats.num_evicted_blocks > 0
+
+
+def test_no_tenant_and_no_salt_is_spared_what_another_has_computed(
+    made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time to a first token would say with what others' prompts begin."""
+    folder, _ = made
+    scopes = [Scope("a"), Scope("b"), Scope("a", "pepper")]
+    tokens = prompt(FIRST)
+    [alone] = outputs(make(folder), [tokens])
+    engine = make(folder)
+    decoder, rows, passes = engine._runner.decoder, table(engine), []
+
+    def forward(batch: ForwardBatch, kv: Sequence[KVView], *others: Any, **options: Any) -> torch.Tensor:
+        passes.append(kv is rows._views)
+        return Decoder.forward(decoder, batch, kv, *others, **options)
+
+    monkeypatch.setattr(decoder, "forward", forward)
+    for count, scope in enumerate([*scopes, *scopes]):
+        passes.clear()
+        [output] = engine.generate([tokens], GREEDY, scope=scope)
+        assert list(output.completions[0].token_ids) == alone
+        assert passes.count(True) == (count < len(scopes)), "one for the first of a scope, none for the next"
+    assert set(rows._rows) == {_First(FIRST, scope.namespace, scope.salt, "") for scope in scopes}
+    check_nothing_leaked(engine)
+
+
+def test_rows_in_bfloat16_are_what_tiles_read(tmp_path: Path) -> None:
+    tokenizer = tokenizers_made_here.byte_level()
+    model = models.build("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, head_dim=64)
+    folder = tokenizers_made_here.save(tokenizer, models.save(model.bfloat16(), tmp_path))
+    engine = make(folder, dtype="bfloat16", block_size=16)
+    outputs(engine, [prompt(FIRST), prompt(41)])
+    with torch.inference_mode():
+        wanted = model.float()(torch.tensor([[FIRST]]), use_cache=True).past_key_values
+    for layer, part in enumerate(held(engine, FIRST)):
+        for got, want in zip(part, (wanted.layers[layer].keys, wanted.layers[layer].values), strict=True):
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.float(), want[0, :, 0], rtol=5e-2, atol=5e-2)
+    for _, values in held(engine, FIRST):
+        values.fill_(torch.nan)  # so whoever reads them fails, and nobody else
+    for name, first in (("bad", FIRST), ("good", 41)):
+        engine.core.add(name, prompt(first), GREEDY)
+    failed = []
+    while engine.core.has_work:
+        failed += [output.request_id for output in engine.core.step() if output.failure is not None]
+    assert failed == ["bad"]
 
 
 def test_an_adapter_has_rows_of_its_own_from_its_first_token_on(made: tuple[Path, Any]) -> None:
@@ -139,7 +191,7 @@ def test_an_adapter_has_rows_of_its_own_from_its_first_token_on(made: tuple[Path
             for output in engine.core.step():
                 said[output.request_id] += output.deltas[0].token_ids
         assert said == {str(name): alone[name] for name in names}
-    identities = {identity for token, identity in table(engine)._rows if token == FIRST}
+    identities = {first.adapter for first in table(engine)._rows if first.token == FIRST}
     assert len(identities) == 2, "what is activated later changes no first token"
     check_rows(engine, FIRST, model)
     check_rows(engine, FIRST, merged, max(identities))
@@ -157,7 +209,7 @@ def test_new_weights_have_rows_of_their_own(made: tuple[Path, Any], tmp_path: Pa
     engine.reload_weights(str(new))
     assert outputs(engine, [prompt(FIRST)]) == outputs(make(new), [prompt(FIRST)])
     check_rows(engine, FIRST, other)
-    assert list(table(engine)._rows) == [(FIRST, "")]
+    assert list(table(engine)._rows) == [_First(FIRST, "", "", "")]
     check_nothing_leaked(engine)
 
 
@@ -178,7 +230,7 @@ def test_a_step_that_fails_leaves_no_row_that_was_not_computed(
         with pytest.raises(RuntimeError, match="out of order"):
             engine.core.step()
     check_nothing_leaked(engine)
-    assert (FIRST, "") not in table(engine)._rows
+    assert _First(FIRST, "", "", "") not in table(engine)._rows
     while engine.core.has_work:
         engine.core.step()
     check_rows(engine, FIRST, model)
@@ -209,4 +261,4 @@ def test_a_first_token_that_is_not_finite_fails_its_request_and_is_not_kept(made
 def test_formats_that_quantize_tokens_one_by_one_keep_no_rows(made: tuple[Path, Any]) -> None:
     folder, _ = made
     for kv_format in ("int8", "int8/int4", "auto"):
-        assert make(folder, kv_format=kv_format)._runner._first_rows is None
+        assert make(folder, kv_format=kv_format)._runner._staged is None

@@ -229,9 +229,11 @@ def test_views_that_do_not_fit_are_refused() -> None:
         kernels.paged_attention(q, view, one[:, None], torch.tensor([0, 1], dtype=torch.int32), one, scale=1.0)
 
     int8, int4 = make_view("int8", "int8", head_dim=16), make_view("int4", "int4", head_dim=16)
+    half = make_view("int4", "int4", head_dim=16, dtype=torch.float16)
     assert int8.key_scales is not None
     assert int4.key_zeros is not None
     assert int4.staging is not None
+    assert half.staging is not None
     row_of = int4.staging.firsts.row_of
     for wrong in (
         replace(int8, key_scales=None),
@@ -245,6 +247,8 @@ def test_views_that_do_not_fit_are_refused() -> None:
         replace(int4, value_scales=int4.key_scales),
         replace(int4, staging=replace(int4.staging, slot_of=int4.staging.slot_of[:-1])),
         replace(int4, staging=replace(int4.staging, keys=int4.staging.keys.half())),
+        replace(int4, staging=replace(int4.staging, firsts=half.staging.firsts)),
+        replace(int4, staging=half.staging),
         replace(int4, staging=replace(int4.staging, values=int4.staging.values[..., :-1])),
         replace(int4, staging=replace(int4.staging, firsts=replace(int4.staging.firsts, row_of=row_of[:-1]))),
         replace(int4, staging=replace(int4.staging, firsts=replace(int4.staging.firsts, row_of=row_of.long()))),

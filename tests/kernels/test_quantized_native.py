@@ -158,6 +158,56 @@ def test_few_rows_of_long_contexts(
     check_chunks(Written(view, length, group=group, dtype=torch.bfloat16), [0, length - tokens, length])
 
 
+@pytest.mark.parametrize("values", ["int4", "int8"])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("start", "window"), [(40, 41), (15, 16), (15, None)])
+def test_a_first_token_that_only_one_of_two_rows_reads(
+    isa: str, values: str, group: int, start: int, window: int | None
+) -> None:
+    """A window ends between the rows; the first of them is in the first block, whose tokens read it as their own."""
+    written, _ = pair(("int4", values), start + 2, torch.bfloat16, group)
+    check_chunks(written, [0, start, start + 2], window=window)
+
+
+@pytest.mark.parametrize("values", ["int4", "int8"])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_requests_of_one_call_have_first_tokens_of_their_own(isa: str, values: str, group: int) -> None:
+    view = make_view("int4", values, num_blocks=20, dtype=torch.bfloat16)
+    assert view.staging is not None
+    firsts, lens, rows_of = view.staging.firsts, [81, 20, 100, 50], [2, -1, 0, 2]
+    requests = [Written(view, length, group=group, dtype=torch.bfloat16, seed=i) for i, length in enumerate(lens)]
+    blocks = torch.randperm(20, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    firsts.row_of.fill_(-1)
+    for part in (firsts.keys, firsts.values):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)) * 2)
+    for each, row in zip(requests, rows_of, strict=True):
+        each.table, blocks = blocks.split([len(each.table), len(blocks) - len(each.table)])
+        firsts.row_of[each.table[0]] = row
+        length = len(each.k)
+        each.step(native, 0, length - 1)
+        each.stage(length - 1, length)
+        native.write_kv(view, each.k[-1:], each.v[-1:], each.slots(length - 1, length))
+    tables = torch.nn.utils.rnn.pad_sequence([each.table for each in requests], batch_first=True)
+    got, want = (
+        backend.paged_attention(
+            torch.cat([each.q[-1:] for each in as_read]),
+            as_read[0].view,
+            tables,
+            torch.arange(5, dtype=torch.int32),
+            torch.tensor(lens, dtype=torch.int32),
+            scale=0.125,
+            window=None,
+            softcap=None,
+            need_lse=True,
+            need_mass=False,
+            shared_prefixes=(),
+        )
+        for backend, as_read in ((native, requests), (reference, [widened(each) for each in requests]))
+    )
+    torch.testing.assert_close(got.out.float(), want.out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("group", [1, 3])
 def test_channels_of_every_size(isa: str, group: int) -> None:
     """Scales of keys from the least code on, queries as different, and rows that differ by orders of magnitude."""
