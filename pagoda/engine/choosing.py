@@ -96,7 +96,7 @@ class Chooser:
                 forks = self._forker.spread(first)
                 everyone += forks
                 row_of += [row] * len(forks)
-        rows = logits if len(row_of) == len(logits) else logits[row_of]
+        rows = logits if len(row_of) == len(samples) else logits[row_of]
         chosen = sample(rows, [each.sampler for each in everyone])
         now = time.perf_counter()
         news: dict[Request, News] = {}

@@ -77,6 +77,7 @@ class HalfStep:
     lanes: torch.Tensor
 
 
+_NO_PREFIXES = torch.empty(0, dtype=torch.int32)
 _NO_HALF = HalfStep(0, 0, torch.empty(0))
 
 
@@ -224,12 +225,19 @@ class FusedDecoder:
         checks.check_places(step.places, num_rows)
         if rows is not None:
             checks.check_kept(rows, num_rows)
-        prefixes = [torch.tensor(of_group, dtype=torch.int32) for of_group in shared]
+        prefixes = [torch.tensor(of_group, dtype=torch.int32) if of_group else _NO_PREFIXES for of_group in shared]
         groups = []
         for table, slots, prefix in zip(step.block_tables, step.slot_mapping, prefixes, strict=True):
             checks.check_tables(table, slots, num_requests, num_rows)
             groups.append(
-                (table.data_ptr(), table.stride(0), table.shape[1], slots.data_ptr(), prefix.data_ptr(), len(prefix))
+                (
+                    table.data_ptr(),
+                    table.stride(0),
+                    table.shape[1],
+                    slots.data_ptr(),
+                    prefix.data_ptr(),
+                    prefix.shape[0],
+                )
             )
         num_logits = 0 if part is _Cut.BEFORE else step.logits_rows.shape[0]
         logits = torch.empty(num_logits, self._vocab_size)

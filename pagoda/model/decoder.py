@@ -118,10 +118,6 @@ class Decoder:
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0])
         can_fuse = self._can_fuse and adapters is None
-        if can_fuse and isinstance(hook, SteeringHook) and (steering := hook.steering(batch)) is not None:
-            logits, mass = self._fused_for(tuple(group_of_layer)).steered(batch, kv, shared, steering)
-            hook.after_layers(batch, mass)
-            return logits
         if can_fuse and hook is None:
             fused = self._fused_for(tuple(group_of_layer))
             if narrowing is None:
@@ -129,6 +125,10 @@ class Decoder:
             half = fused.begin(batch, kv, shared, narrowing.layer)
             left = narrowing.narrow(batch)
             return fused.finish(left.batch, kv, self._shared_prefixes(left.batch, kv[0]), half, left.rows)
+        if can_fuse and isinstance(hook, SteeringHook) and (steering := hook.steering(batch)) is not None:
+            logits, mass = self._fused_for(tuple(group_of_layer)).steered(batch, kv, shared, steering)
+            hook.after_layers(batch, mass)
+            return logits
         hidden = self._embed(batch.token_ids) * self._embedding_scale
         residual = torch.zeros_like(hidden)
         input_hook = hook if isinstance(hook, LayerInputHook) else None

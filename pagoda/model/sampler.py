@@ -149,8 +149,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
     A row whose logits are not finite gets a `ModelError` in its place, for the caller to fail that request with; the
     other rows are not affected.
     """
-    if len(states) != len(logits):
-        raise TypeError(f"{len(states)} sampler states for {len(logits)} rows of logits")
+    num_rows = logits.shape[0]  # not len(), which is Python of torch's and slow where its code is in no cache
+    if len(states) != num_rows:
+        raise TypeError(f"{len(states)} sampler states for {num_rows} rows of logits")
     if not states:
         return []
     chosen = argmax(logits.contiguous()).tolist()  # negative: not finite
