@@ -92,7 +92,6 @@ class Decoder:
         """Each layer's cosines and sines by position, float32 `[max_context, head_dim / 2]`; layers share tables."""
         return self._rotations
 
-    @torch.inference_mode()
     def forward(
         self,
         batch: ForwardBatch,
@@ -115,13 +114,28 @@ class Decoder:
         Returns:
             float32 `[num_logits, vocab_size]`, in the order of `batch.logits_rows`.
         """
+        if self._can_fuse and hook is None and adapters is None and narrowing is None:
+            # Nothing of torch's computes here, and entering its inference mode would take a hundredth of a short step.
+            shared = self._shared_prefixes(batch, kv[0])
+            return self._fused_for(tuple(group_of_layer)).forward(batch, kv, shared)
+        return self._forward(batch, kv, group_of_layer, hook, adapters, narrowing)
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVView],
+        group_of_layer: Sequence[int],
+        hook: LayerHook | None,
+        adapters: AdapterRows | None,
+        narrowing: Narrowing | None,
+    ) -> torch.Tensor:
+        """See `forward`."""
         spec = self.spec
         shared = self._shared_prefixes(batch, kv[0])
         can_fuse = self._can_fuse and adapters is None
-        if can_fuse and hook is None:
+        if can_fuse and hook is None and narrowing is not None:
             fused = self._fused_for(tuple(group_of_layer))
-            if narrowing is None:
-                return fused.forward(batch, kv, shared)
             half = fused.begin(batch, kv, shared, narrowing.layer)
             left = narrowing.narrow(batch)
             return fused.finish(left.batch, kv, self._shared_prefixes(left.batch, kv[0]), half, left.rows)
