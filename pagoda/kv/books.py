@@ -162,7 +162,7 @@ class Books:
         return self._allocator.num_free + self.tenants.num_evictable(scope.namespace)
 
     def lookup(self, tokens: TokenArray, scope: Scope) -> Hit:
-        """What `acquire` would find now. Mutates nothing."""
+        """What `acquire` would find now. Counts as no use; full blocks that waited to be found enter the tree."""
         return self._hit(self._match(tokens, scope))
 
     def _match(self, tokens: TokenArray, scope: Scope) -> Match:
@@ -175,11 +175,11 @@ class Books:
     def _known(self, tokens: TokenArray, scope: Scope) -> Match:
         """What the tree has of a whole sequence, once all that others may find is in it."""
         match = self._tree.match(tokens, scope)
-        while self._completes(match):
+        while self._commit_at_end(match):
             match = self._tree.match(tokens, scope)
         return match
 
-    def _completes(self, match: Match) -> bool:
+    def _commit_at_end(self, match: Match) -> bool:
         """Put what may wait to enter the tree where a match ends into it; whether there was anything."""
         return False
 
@@ -192,7 +192,7 @@ class Books:
         return Hit(match.num_tokens, int(ids.size), num_idle, match)
 
     def find(self, tokens: TokenArray, scope: Scope) -> Match:
-        """What is cached of a whole sequence, its last token included. Mutates nothing."""
+        """What is cached of a whole sequence, its last token included. As `lookup`, it counts as no use."""
         return self._known(tokens, scope)
 
     def use(self, tokens: TokenArray, scope: Scope) -> Match:

@@ -139,11 +139,16 @@ class KVCache(Compactor):
         position, tables = lease.num_computed_tokens, lease.tables
         if position + num_tokens <= lease.num_reserved_tokens:
             return
-        shared = [group for group, table in enumerate(tables) if self._must_copy(lease, table, table.index(position))]
+        shared = [
+            (group, index)
+            for group, table in enumerate(tables)
+            for index in range(table.index(position), len(table))
+            if self._must_copy(lease, table, index)
+        ]
         grow = [max(0, table.index(position + num_tokens - 1) + 1 - len(table)) for table in tables]
         ids = self._allocate(len(shared) + sum(grow), lease.scope)
-        for group, copy in zip(shared, ids, strict=False):
-            self._replace_shared(lease, group, tables[group].index(position), int(copy))
+        for (group, index), copy in zip(shared, ids, strict=False):
+            self._replace_shared(lease, group, index, int(copy))
         start = len(shared)
         for table, count in zip(tables, grow, strict=True):
             table.append(ids[start : start + count])
@@ -164,8 +169,6 @@ class KVCache(Compactor):
             self._offer(source)
 
     def _must_copy(self, lease: Lease, table: BlockTable, index: int) -> bool:
-        if index >= len(table):
-            return False
         block = int(table.ids[index])
         return self._allocator.ref_count(block) > 1 or (self._allocator.in_tree(block) and not lease.owns_tail)
 

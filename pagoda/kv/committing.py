@@ -6,7 +6,9 @@
 To put a block into the tree costs much the same as to put ten, and most that are generated are looked for by nobody
 before their request ends. So they may wait, as long as nothing could tell: where they go on from is the end of a leaf,
 nobody else goes on from there, no listener or tier is to be told, and no window slides past them. Whoever finds the
-end of that leaf or goes on from it has them committed first. So what is late is never what somebody else has, too.
+end of that leaf, goes on from it or passes it has them committed. So what is late is never what somebody else has, too.
+(What counts by entries to the tree, ages of blocks and the ticks of eviction policies, counts what was late from then
+on: mostly from the end of the request that held it until then.)
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Committing(Books):
         """The tokens in a lease's full blocks."""
         return lease.num_computed_tokens // self.block_size * self.block_size
 
-    def _completes(self, match: Match) -> bool:
+    def _commit_at_end(self, match: Match) -> bool:
         num_whole = match.num_tokens // self.block_size
         return bool(self._late and num_whole) and self._commit_late(int(match.blocks[0, num_whole - 1]))
 
@@ -141,6 +143,8 @@ class Committing(Books):
         if superseded.size:
             self._allocator.leave_tree(superseded)
         lease.num_committed_blocks = stop
+        for passed in theirs[0][swapped[0]].tolist():
+            self._commit_late(passed)
         self.misses.on_commit(segment.scope, after, new, mine)
         if self.events is not None:
             self.events.on_commit(segment.scope, after, new, mine, entered)

@@ -34,11 +34,18 @@ class Bench:
         self.running: list[Run] = []
         self.ended: list[TokenArray] = []
 
-    def start(self, tokens: TokenArray) -> Run:
-        lease = self.cache.acquire(tokens, SCOPE)
+    def begin(self, tokens: TokenArray, shareable: int | None = None) -> Run:
+        """A lease that has what is known of its tokens, or of the first `shareable`, and computed nothing yet."""
+        hit = None if shareable is None else self.cache.lookup(tokens[:shareable], SCOPE)
+        lease = self.cache.acquire(tokens, SCOPE, hit)
         run = Run(lease, tokens, lease.num_computed_tokens)
         self.running.append(run)
-        self.compute(run, tokens.size - run.written)
+        return run
+
+    def start(self, tokens: TokenArray, chunk: int = 1 << 20) -> Run:
+        run = self.begin(tokens)
+        while run.written < tokens.size:
+            self.compute(run, min(chunk, tokens.size - run.written))
         return run
 
     def compute(self, run: Run, count: int) -> None:
@@ -101,6 +108,43 @@ def test_two_that_generate_the_same_share_its_blocks_at_once() -> None:
     assert one.lease.tables[0].ids[:whole].tolist() == other.lease.tables[0].ids[:whole].tolist()
 
 
+def test_who_passes_where_blocks_wait_has_them_committed() -> None:
+    """Two compute one prompt: a long chunk of the one passes the end of the leaf where the other's blocks wait."""
+    bench = Bench()
+    prompt = as_tokens(range(24))
+    one, other = bench.begin(prompt.copy()), bench.begin(prompt.copy())
+    bench.compute(one, 8)
+    bench.compute(one, 8)
+    bench.compute(other, 24)
+    bench.cache.check()
+    bench.compute(one, 8)
+    bench.generate(one, list(range(100, 112)))
+    bench.cache.check()
+    assert bench.cache.lookup(np.append(one.tokens, np.int32(0)), SCOPE).num_tokens == 36
+    assert bench.cache.num_held_blocks == 9
+
+
+@pytest.mark.parametrize("tail", [range(100, 108), range(50, 58)], ids=["the same", "another"])
+def test_who_may_hit_less_than_is_known_passes_what_waits(tail: range) -> None:
+    bench = Bench()
+    run = bench.start(as_tokens(range(12)))
+    bench.generate(run, list(range(100, 112)))
+    late = bench.begin(as_tokens([*range(12), *tail]), shareable=5)
+    bench.compute(late, 20 - late.written)
+    bench.cache.check()
+    assert bench.cache.lookup(np.append(run.tokens, np.int32(0)), SCOPE).num_tokens == 24
+
+
+def test_a_fork_writes_to_no_block_that_was_reserved_before_it() -> None:
+    bench = Bench()
+    run = bench.start(as_tokens(range(6)))
+    bench.cache.reserve(run.lease, 10)  # and not advanced
+    twin = bench.cache.fork(run.lease)
+    bench.cache.reserve(run.lease, 1)
+    bench.cache.check()
+    assert not set(run.lease.tables[0].ids[1:].tolist()) & set(twin.tables[0].ids[1:].tolist())
+
+
 def test_who_listens_is_told_of_a_full_block_at_once() -> None:
     bench = Bench()
     told: list[object] = []
@@ -123,7 +167,7 @@ def test_random_use_finds_all_that_was_computed(seed: int) -> None:
             [base[: rng.integers(base.size + 1)], as_tokens(rng.integers(0, 2, 1 + rng.integers(9)))]
         )
         if run is None or (act < 0.1 and len(bench.running) < 8):
-            bench.start(query.astype(np.int32))
+            bench.start(query.astype(np.int32), chunk=1 + int(rng.integers(12)))
         elif act < 0.75:
             bench.generate(run, rng.integers(0, 2, 1 + rng.integers(12)).tolist())
         elif act < 0.8:
