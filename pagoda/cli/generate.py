@@ -12,6 +12,8 @@ from pagoda.cli import options
 from pagoda.engine.outputs import Completion, Usage
 from pagoda.engine.params import SamplingParams
 
+_MOST_AT_ONCE = 64
+
 
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue, computed together.")],
@@ -28,6 +30,7 @@ def generate(
     kv_memory: options.KvMemory = None,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = "auto",
+    kv_format: options.KvFormat = "auto",
     weights: options.WeightsFormat = "full",
 ) -> None:
     """Continue each PROMPT."""
@@ -35,7 +38,13 @@ def generate(
         n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
     engine = options.load_engine(
-        model, kv_memory=kv_memory, max_model_len=max_model_len, dtype=dtype, weights_format=weights
+        model,
+        kv_memory=kv_memory,
+        max_model_len=max_model_len,
+        max_num_seqs=min(len(prompts) * n, _MOST_AT_ONCE),  # no memory for more than there are
+        dtype=dtype,
+        kv_format=kv_format,
+        weights_format=weights,
     )
     for prompt, result in zip(prompts, engine.generate(prompts, params, progress=True), strict=True):
         if as_json:

@@ -62,6 +62,13 @@ def parse_layers(text: str) -> tuple[int, ...]:
         raise ConfigError(f"not a list of layers: {text!r}; write such as 0,1,29") from None
 
 
+def _check_eviction(name: str) -> str:
+    from pagoda.kv.eviction import make_policy
+
+    _check("--eviction", make_policy, name)
+    return name
+
+
 def _check_layers(text: str) -> str:
     _check("--kv-skip-layers", parse_layers, text)
     return text
@@ -170,7 +177,12 @@ HostMemory = Annotated[
     ),
 ]
 Eviction = Annotated[
-    str, memory_option(metavar="POLICY", help="What goes first when the pool is full: reuse, lru, ...")
+    str,
+    memory_option(
+        metavar="POLICY",
+        callback=_check_eviction,
+        help="What goes first when the pool is full: reuse, lru, lfu, fifo, slru, s3fifo or gdsf.",
+    ),
 ]
 KvFormat = Annotated[
     str,

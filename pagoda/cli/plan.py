@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from pagoda.errors import ConfigError, ModelNotFound, WeightsError
 from pagoda.kv.sizes import parse_size
@@ -30,7 +31,10 @@ def plan(
     known: Annotated[bool, typer.Option("--list", help="List the built-in models and hardware, and exit.")] = False,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="Tokens of prompt and output together, such as 8k; repeatable. \\[default: 2k 8k 32k 128k]"),
+        typer.Option(
+            help="Tokens of prompt and output together, such as 8k; repeatable. "
+            "\\[default: 2k 8k 32k 128k, as far as the model and the shared prefix allow]"
+        ),
     ] = None,
     shared_prefix: Annotated[str, typer.Option(help="Leading tokens that all requests share, such as 2k.")] = "0",
     kv_format: Annotated[
@@ -91,21 +95,28 @@ def plan(
 ) -> None:
     """Size a deployment of MODEL: bytes per token, users, tiers, costs. Nothing is loaded or run."""
     from pagoda.cli.plan_tables import print_known, print_plan
-    from pagoda.kv.formats import default_block_size
     from pagoda.plan.report import Question, make_plan
 
     if known or model is None:
         print_known()
         return
     shape = load_shape(model)
-    lengths = [parse_tokens(text) for text in context or ()]
+    lengths, shared = [parse_tokens(text) for text in context or ()], parse_tokens(shared_prefix)
+    if too_long := [f"{length:,}" for length in lengths if length > shape.max_context]:
+        Console(stderr=True).print(
+            f"{shape.name} has a context of {shape.max_context:,} tokens: figures at {', '.join(too_long)} are of a "
+            "model that went so far",
+            style="yellow",
+            soft_wrap=True,
+            highlight=False,
+        )
     question = Question(
         contexts=lengths
-        or [length for length in _DEFAULT_CONTEXTS if length <= shape.max_context]
+        or [length for length in _DEFAULT_CONTEXTS if shared < length <= shape.max_context]
         or [shape.max_context],
-        shared=parse_tokens(shared_prefix),
+        shared=shared,
         kv_format=kv_format,
-        block_size=default_block_size(kv_format) if block_size is None else block_size,
+        block_size=block_size,
         weight_format=weights,
         tiers=tier or ("dram:512GiB", "disk:4TB", "object:@1GB"),
         utilization=utilization,

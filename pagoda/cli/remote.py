@@ -12,8 +12,21 @@ from pagoda.errors import ConfigError, PagodaError
 
 _SERVER = "Server"
 
+
+def with_scheme(url: str) -> str:
+    """An address as people write it, `127.0.0.1:8000`, as a URL."""
+    return url if "://" in url else f"http://{url}"
+
+
 Url = Annotated[
-    str, typer.Option(envvar="PAGODA_URL", show_envvar=True, help="The running server.", rich_help_panel=_SERVER)
+    str,
+    typer.Option(
+        envvar="PAGODA_URL",
+        show_envvar=True,
+        callback=with_scheme,
+        help="The running server.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 AdminKey = Annotated[
     str | None,

@@ -109,6 +109,11 @@ def notes(result: Result) -> list[str]:
         f" {machine.hardware.count} x {machine.hardware.name}. TTFT is "
         + ("a wait for those before, and the work." if result.fleets else "that of an otherwise idle machine."),
     ]
+    if result.format == "access-log":
+        found.append(
+            "The log does not say in which format its server kept KV: it is counted in "
+            f"{result.setup.footprint.kv_format}, as --kv-format says."
+        )
     if result.points and summary.num_blocks > MAX_BOUND_BLOCKS:
         found.append("The trace is too large to keep, so there is no bound.")
     return found

@@ -165,6 +165,8 @@ def serve(
     if blend_auto:
         options.check_blend_auto(kv_format)
     ladder = options.pressure_config(pressure, memory_limit)
+    names = tuple(served_model_name or (model,))
+    folders = _adapters(adapter or (), names)
     replica = ReplicaOf.from_environment()
     if replica is not None:
         replica.die_with_parent()
@@ -173,8 +175,8 @@ def serve(
         tier = [spec.replace("{replica}", str(replica.number)) for spec in tier or ()]
     elif replicas > 1:
         log_to_stderr(str(log_level))
-        name, has_keys = (served_model_name or [model])[0], (api_key or api_keys_file) is not None
-        return serve_replicas(replicas, host, port, routing, str(log_level), cluster_token, name, has_keys=has_keys)
+        has_keys = (api_key or api_keys_file) is not None
+        return serve_replicas(replicas, host, port, routing, str(log_level), cluster_token, names[0], has_keys=has_keys)
     log_to_stderr(str(log_level), "" if replica is None else f"replica {replica.number}: ")
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
@@ -213,9 +215,8 @@ def serve(
             events = publish_events(
                 engine, kv_events, kv_events_replay, secret, cluster_token, with_tokens=kv_events_tokens
             )
-
-        names = tuple(served_model_name or (engine.model_name,))
-        _load_adapters(engine, adapter or (), names)
+        for adapter_name, folder in folders.items():
+            engine.adapters.load(adapter_name, folder)
 
         from pagoda.server.app import create_app
         from pagoda.server.run import DrainingServer
@@ -261,12 +262,18 @@ def serve(
         os._exit(130)
 
 
-def _load_adapters(engine: Engine, given: Sequence[str], model_names: Sequence[str]) -> None:
+def _adapters(given: Sequence[str], model_names: Sequence[str]) -> dict[str, str]:
+    """Folders by name, each looked into before the model is loaded for them."""
+    from pagoda.model.lora import adapter_config
+
+    folders: dict[str, str] = {}
     for one in given:
         name, separator, path = one.partition("=")
-        if not separator or name in model_names:
+        if not separator or name in ("", *model_names):
             raise ConfigError(f"--adapter takes NAME=FOLDER with a name that is not the model's, got {one!r}")
-        engine.adapters.load(name, path)
+        adapter_config(Path(path).expanduser())
+        folders[name] = path
+    return folders
 
 
 def _tracing(endpoint: str, model: str) -> Tracing:
@@ -299,7 +306,7 @@ def _about(engine: Engine, name: str) -> dict[str, str]:
         "Model": f"{name}, context of {engine.max_model_len:,} tokens",
         "KV cache": f"{format_size(cache.bytes_total)}{'' if cache.kv_format == 'auto' else ' in ' + cache.kv_format}"
         f" = {cache.num_blocks:,} blocks of {cache.block_size}"
-        f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} users at full context",
+        f" = {cache.tokens_total:,} tokens = {cache.users_at_full_context:.1f} requests at full context",
         "Memory": f"{format_size(rss_bytes())} resident, the KV cache and the weights with it; "
         + ("no limit known" if limit is None else f"at most {format_size(limit)}"),
     }

@@ -160,6 +160,7 @@ def _prefixes(tree: list[dict[str, Any]]) -> Table:
     table.columns[-1].justify = "left"
     table.columns[-1].no_wrap = True
     table.columns[-1].ratio = 1
+    table.expand = True  # only then is there a rest, of which a ratio is a share
     return table
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, Self, cast
 
@@ -21,7 +22,7 @@ from pagoda.engine.assembly import fingerprint, make_cache
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_policy import default_policy
-from pagoda.engine.memory import CacheInfo, fitted, make_pool, safe_kv_memory, staged_memory
+from pagoda.engine.memory import CacheInfo, fitted, make_pool, safe_kv_memory, useful_kv_memory
 from pagoda.engine.outputs import Completion, Generation, SparseReport, Usage
 from pagoda.engine.params import BeamSearch, SamplingParams
 from pagoda.engine.pressure.config import PressureConfig
@@ -30,16 +31,18 @@ from pagoda.engine.sparse.recall_memory import recall_memory
 from pagoda.engine.sparse.sparsity import Sparsity, yielding_of
 from pagoda.engine.tenants import TenantSpec
 from pagoda.errors import ConfigError, InvalidRequest
+from pagoda.files import no_progress
 from pagoda.kv.cache import KVCache
 from pagoda.kv.events import BlockEvent
 from pagoda.kv.eviction import make_policy
 from pagoda.kv.formats import default_block_size
 from pagoda.kv.keys import KeyChain, Scope
 from pagoda.kv.radix_node import as_tokens
-from pagoda.kv.sizes import parse_size
+from pagoda.kv.sizes import format_size, parse_size
 from pagoda.kv.staging import StagedPool
 from pagoda.kv.tenants import Share
 from pagoda.model.loader import LoadedModel, load_model
+from pagoda.model.progress import terminal_progress
 from pagoda.sparse.store import SparseMemory
 
 logger = logging.getLogger(__name__)
@@ -62,7 +65,8 @@ class Engine:
             `fp8_e5m2`, `int8` or `int4`, or two of these as `KEYS/VALUES`; see docs/formats.md.
         kv_skip_layers: layers whose keys and values are stored as the model computes, whatever the format.
         weights_format: `full`, or `int8`: half the bytes to keep and to read (docs/weights.md).
-        kv_memory: bytes, or such as `2GiB`; None takes half of what is available, if that much is of use.
+        kv_memory: bytes, or such as `2GiB`, taken at once; None takes half of what is available, or what `max_num_seqs`
+            samples at full context fill if that is less.
         block_size: tokens per KV block; None takes 16, or 32 with keys in `int4`.
         max_model_len: a shorter context than the model's own.
         max_num_seqs: most samples running at once; in a small `int4` pool fewer, which a warning says.
@@ -132,9 +136,14 @@ class Engine:
             tenants,
             pressure or PressureConfig.off(),
         )
-        quiet = None if progress else (lambda what, done, total: None)
+        eviction_policy, asked = make_policy(eviction), None if kv_memory is None else parse_size(kv_memory)
         loaded = load_model(
-            os.fspath(model), dtype=dtype, weights_format=weights_format, max_model_len=max_model_len, progress=quiet
+            os.fspath(model),
+            dtype=dtype,
+            weights_format=weights_format,
+            max_model_len=max_model_len,
+            check=lambda spec, compute: layout_for(spec, block_size, compute, kv_format, kv_skip_layers),
+            progress=None if progress else no_progress,
         )
         self._weights_format = weights_format
         self.model_name = loaded.name
@@ -142,14 +151,16 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.weights_identity = loaded.weights_identity
         layout = layout_for(loaded.spec, block_size, loaded.decoder.dtype, kv_format, kv_skip_layers)
-        per_user = layout.blocks_for(loaded.spec.max_context)
-        useful = per_user * max_num_seqs * layout.pool_block_bytes + staged_memory(layout, self.config)
-        num_bytes = safe_kv_memory(useful, num_engines) if kv_memory is None else parse_size(kv_memory)
+        useful = useful_kv_memory(layout, self.config, loaded.spec.max_context)
+        num_bytes = safe_kv_memory(useful, num_engines) if asked is None else asked
         self.config = fitted(self.config, layout, num_bytes)
-        pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device)
+        taking = f"taking {format_size(num_bytes)} of KV memory"
+        logger.info(taking)
+        with terminal_progress() if progress else contextlib.nullcontext(no_progress) as show:
+            pool = make_pool(layout, num_bytes, self.config, loaded.decoder.device, partial(show, taking))
         shares = {name: spec.share for name, spec in tenants.items() if spec.share != Share()}
         cache = make_cache(
-            layout, pool, loaded, make_policy(eviction), tiers, tier_after_hits, secret, tier_key, shares, tier_lossy
+            layout, pool, loaded, eviction_policy, tiers, tier_after_hits, secret, tier_key, shares, tier_lossy
         )
         if isinstance(pool, StagedPool):
             pool.staging.open_blocks = cache.open_blocks
@@ -203,7 +214,7 @@ class Engine:
             device=decoder.device,
             weights_format=self._weights_format,
             max_model_len=self.spec.max_context,
-            progress=lambda what, done, total: None,
+            progress=no_progress,
         )
         differing = [
             each.name
@@ -274,7 +285,7 @@ class Engine:
         return max(fits)
 
     def cache_info(self) -> CacheInfo:
-        """The size of the pool in blocks, bytes, tokens and concurrent users at full context."""
+        """The size of the pool in blocks, bytes, tokens and concurrent requests at full context."""
         cache = self.core.cache
         tokens = cache.num_blocks // len(cache.layout.groups) * cache.block_size
         return CacheInfo(

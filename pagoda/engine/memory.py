@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from pagoda.kv.staging import StagedPool
 
 logger = logging.getLogger(__name__)
 _SAFE_FRACTION = 0.5
+_LEAST_BLOCKS = 2  # of each layer group
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,19 @@ class CacheInfo:
     users_at_full_context: float
 
 
+def useful_kv_memory(layout: KVLayout, config: EngineConfig, max_context: int) -> int:
+    """Bytes that all samples at full context fill at once, the copies of blocks that are being filled included."""
+    num_blocks = max(layout.blocks_for(max_context) * config.max_num_seqs, _LEAST_BLOCKS * len(layout.groups))
+    copies = staged_room(layout, config.max_num_seqs, config.token_budget)
+    return num_blocks * layout.pool_block_bytes + copies.num_bytes(layout)
+
+
 def safe_kv_memory(useful: int, num_engines: int = 1) -> int:
-    """Half of the available memory, but no more than `useful` bytes: what all users at full context would fill.
+    """Half of the available memory, but no more than `useful` bytes: what all samples at full context would fill.
 
     Of that half, the part of one engine of `num_engines` that start together.
     """
     return min(useful, int(available_memory() * _SAFE_FRACTION / num_engines))
-
-
-def staged_memory(layout: KVLayout, config: EngineConfig) -> int:
-    """Bytes of the copies of blocks that are being filled, beside the pool's blocks; 0 if the layout stages none."""
-    return staged_room(layout, config.max_num_seqs, config.token_budget).num_bytes(layout)
 
 
 def fitted(config: EngineConfig, layout: KVLayout, num_bytes: int) -> EngineConfig:
@@ -60,7 +64,13 @@ def fitted(config: EngineConfig, layout: KVLayout, num_bytes: int) -> EngineConf
     return replace(config, max_num_seqs=running)
 
 
-def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: torch.device) -> BlockPool:
+def make_pool(
+    layout: KVLayout,
+    num_bytes: int,
+    config: EngineConfig,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> BlockPool:
     """A pool of so many bytes, the copies of the blocks that are being filled included if the layout stages them.
 
     Raises:
@@ -68,11 +78,11 @@ def make_pool(layout: KVLayout, num_bytes: int, config: EngineConfig, device: to
     """
     wanted = staged_room(layout, config.max_num_seqs, config.token_budget)
     num_blocks, staged = split_room(layout, num_bytes, wanted)
-    if num_blocks < 2 * len(layout.groups):
+    if num_blocks < _LEAST_BLOCKS * len(layout.groups):
         raise ConfigError(
             f"{format_size(num_bytes)} of KV memory is too little: a block of {layout.block_size} tokens "
             f"takes {format_size(layout.pool_block_bytes)}"
         )
     if layout.staged is None:
-        return BlockPool(layout, num_blocks, device=device)
-    return StagedPool(layout, num_blocks, staged, device=device)
+        return BlockPool(layout, num_blocks, device=device, progress=progress)
+    return StagedPool(layout, num_blocks, staged, device=device, progress=progress)

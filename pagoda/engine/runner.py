@@ -58,8 +58,11 @@ def layout_for(
     Raises:
         ConfigError: there is no such format or layer, or the format cannot hold such heads.
     """
-    if not all(0 <= layer < spec.num_layers for layer in skip_layers):
-        raise ConfigError(f"kv_skip_layers must be layers of the model, 0 to {spec.num_layers - 1}: {skip_layers}")
+    if strange := [str(layer) for layer in skip_layers if not 0 <= layer < spec.num_layers]:
+        raise ConfigError(
+            "`--kv-skip-layers` (in Python `kv_skip_layers`) must be layers of the model, "
+            f"0 to {spec.num_layers - 1}, got {', '.join(strange)}"
+        )
     name = str(dtype).removeprefix("torch.")
     plain = plain_format(name)
     chosen = plain if kv_format == "auto" else parse_format(kv_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pagoda.model.spec import ModelSpec
 from pagoda.model.tokenizer import Tokenizer, read_json
 from pagoda.model.weights import WEIGHTS_FORMATS, SafetensorsFolder, load_weights, weights_identity
 
+Check = Callable[[ModelSpec, torch.dtype], object]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,6 +46,7 @@ def load_model(
     device: str | torch.device = "cpu",
     weights_format: str = "full",
     max_model_len: int | None = None,
+    check: Check | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model by name (see registry.py).
@@ -55,6 +58,7 @@ def load_model(
         device: where weights and computation go.
         weights_format: `full`, or `int8`: matrices and embeddings are quantized as they are read, for half the bytes.
         max_model_len: a shorter context than the model's own, in tokens.
+        check: told the model's spec and the dtype of its activations before any weight is read; what it raises ends it.
         progress: told about slow steps; by default a bar on stderr if that is a terminal.
 
     Raises:
@@ -66,12 +70,14 @@ def load_model(
     if dtype not in (*_DTYPES, "auto"):
         raise ConfigError(f"dtype must be auto, {' or '.join(_DTYPES)}, got {dtype!r}")
     if weights_format not in WEIGHTS_FORMATS:
-        raise ConfigError(f"weights_format must be {' or '.join(WEIGHTS_FORMATS)}, got {weights_format!r}")
+        raise ConfigError(
+            f"`--weights` (in Python `weights_format`) must be {' or '.join(WEIGHTS_FORMATS)}, got {weights_format!r}"
+        )
     path = resolve(name)
     if progress is not None:
-        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, progress)
+        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, check, progress)
     with terminal_progress() as bar:
-        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, bar)
+        return _load(name, path, dtype, torch.device(device), weights_format, max_model_len, check, bar)
 
 
 def _load(
@@ -81,6 +87,7 @@ def _load(
     device: torch.device,
     weights_format: str,
     max_model_len: int | None,
+    check: Check | None,
     progress: Progress,
 ) -> LoadedModel:
     identity = None
@@ -93,12 +100,15 @@ def _load(
     if not config:
         raise WeightsError(f"{folder} has no config.json")
     spec = _with_context(ModelSpec.from_hf_config(config), max_model_len)
+    compute = _DTYPES.get(spec.dtype if dtype == "auto" else dtype, torch.float32)
+    if check is not None:
+        check(spec, compute)
     tokenizer = Tokenizer.from_folder(folder, spec.eos_ids)
     source = SafetensorsFolder(folder)
     weights = load_weights(
         spec,
         source,
-        dtype=_DTYPES.get(spec.dtype if dtype == "auto" else dtype, torch.float32),
+        dtype=compute,
         device=device,
         weights_format=weights_format,
         compacts=has_matrix_tiles(),
@@ -114,5 +124,8 @@ def _with_context(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
     if max_model_len is None:
         return spec
     if not 1 <= max_model_len <= spec.max_context:
-        raise ConfigError(f"max_model_len must be between 1 and the model's {spec.max_context}, got {max_model_len}")
+        raise ConfigError(
+            f"`--max-model-len` (in Python `max_model_len`) must be between 1 and the model's {spec.max_context}, "
+            f"got {max_model_len}"
+        )
     return dataclasses.replace(spec, max_context=max_model_len)

@@ -117,6 +117,18 @@ class AdapterRows:
                 part.index_add_(0, rows, own @ delta.a.T @ delta.b.T)
 
 
+def adapter_config(path: Path) -> dict[str, Any]:
+    """The config of an adapter's folder. Reads no weights.
+
+    Raises:
+        ModelError: a file is missing, or the config is corrupt.
+    """
+    config = read_json(path / _CONFIG)
+    if not config or not (path / _WEIGHTS).is_file():
+        raise WeightsError(f"{path} is not an adapter: it needs {_CONFIG} and {_WEIGHTS}, as PEFT saves them")
+    return config
+
+
 def load_adapter(path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Adapter:
     """Read an adapter's folder and check it against the model.
 
@@ -124,9 +136,7 @@ def load_adapter(path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.
         WeightsError: a file is missing, corrupt, or does not fit the model.
         UnsupportedModel: it is more than a LoRA on the layers' matrices.
     """
-    config = read_json(path / _CONFIG)
-    if not config or not (path / _WEIGHTS).is_file():
-        raise WeightsError(f"{path} is not an adapter: it needs {_CONFIG} and {_WEIGHTS}, as PEFT saves them")
+    config = adapter_config(path)
     for name, harmless in _HARMLESS.items():
         if config.get(name, harmless[0]) not in harmless:
             raise UnsupportedModel(f"{path}: adapters with {name}={config[name]!r} are not supported")

@@ -49,7 +49,11 @@ def resolve(name: str) -> Path:
             )
         return path
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
-        raise ModelNotFound(f"there is no file, folder or known model named {name!r}", param="model")
+        raise ModelNotFound(
+            f"there is no file, folder or known model named {name!r}: give smollm2, a folder with config.json and "
+            "safetensors, a .gguf file, or a Hugging Face hub id such as owner/name",
+            param="model",
+        )
     return _download(name)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
+from pagoda.kv.formats import default_block_size
 from pagoda.kv.room import most_running, split_room, staged_room
 from pagoda.plan.footprint import Footprint, without_sharing_heads, without_windows
 from pagoda.plan.hardware import Hardware, TierPlan
@@ -139,14 +140,18 @@ def techniques(
     kv_bytes: float,
     contexts: Sequence[int],
     shared: int,
-    block_size: int,
+    block_size: int | None,
     devices: int,
 ) -> list[Technique]:
-    """What each way to save memory gives, from the plainest to all together."""
+    """What each way to save memory gives, from the plainest to all together.
+
+    Blocks have `block_size` tokens, or where that is None what is usual in each format.
+    """
     mha, full = without_sharing_heads(shape), without_windows(shape)
 
     def row(label: str, of: ModelShape, format: str, prefix: int = 0) -> Technique:
-        footprint = Footprint(of, format, block_size, kv_copies(of, devices))
+        size = default_block_size(format) if block_size is None else block_size
+        footprint = Footprint(of, format, size, kv_copies(of, devices))
         users = tuple(
             num_users(footprint, kv_bytes, Workload(context, min(prefix, context - 1))) for context in contexts
         )

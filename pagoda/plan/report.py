@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.kv.formats import default_block_size
 from pagoda.plan.capacity import (
     Cost,
     Offer,
@@ -36,6 +37,7 @@ class Question:
     Attributes:
         contexts: in tokens, prompt and output together.
         shared: leading tokens that all requests have in common.
+        block_size: None for what is usual in a format.
         weight_format: None for the model's own.
         tiers: as `parse_tier_plan` reads them.
         utilization: share of device memory that weights and KV may take.
@@ -47,7 +49,7 @@ class Question:
     contexts: Sequence[int]
     shared: int = 0
     kv_format: str = "bf16"
-    block_size: int = 16
+    block_size: int | None = None
     weight_format: str | None = None
     tiers: Sequence[str] = ()
     utilization: float = 0.9
@@ -77,6 +79,7 @@ class SizingPlan:
     question: Question
     weight_format: str
     room: Room
+    block_size: int
     terms: tuple[GroupTerm, ...]
     bytes_per_token: float
     num_tokens: int
@@ -103,7 +106,8 @@ def make_plan(shape: ModelShape, hardware: Hardware, question: Question) -> Sizi
         raise ConfigError(f"no weight format is called {weights!r}; there are {', '.join(WEIGHT_FORMATS)}")
     machine = Machine(shape, hardware, WEIGHT_FORMATS[weights], question.compute_share, question.bandwidth_share)
     copies = kv_copies(shape, hardware.count)
-    footprint = Footprint(shape, question.kv_format, question.block_size, copies)
+    block_size = default_block_size(question.kv_format) if question.block_size is None else question.block_size
+    footprint = Footprint(shape, question.kv_format, block_size, copies)
     space = room(machine, question.utilization)
     works = [Workload(context, question.shared) for context in question.contexts]
     # Every device loads its part of the KV over a link of its own.
@@ -115,7 +119,7 @@ def make_plan(shape: ModelShape, hardware: Hardware, question: Question) -> Sizi
             machine,
             [replace(device, count=1) for device in others],
             question.kv_format,
-            question.block_size,
+            block_size,
             question.utilization,
             question.users,
             question.min_tokens_per_s,
@@ -127,6 +131,7 @@ def make_plan(shape: ModelShape, hardware: Hardware, question: Question) -> Sizi
         question=question,
         weight_format=weights,
         room=space,
+        block_size=block_size,
         terms=tuple(footprint.terms()),
         bytes_per_token=footprint.bytes_per_token,
         num_tokens=num_tokens(footprint, space.kv),

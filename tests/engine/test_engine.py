@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from pagoda.engine.engine import Engine
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest
+from pagoda.kv.sizes import format_size
 from tests.model import models, tokenizers_made_here
 
 LENGTH = 24
@@ -157,6 +159,36 @@ def test_little_memory_cuts_the_context_and_too_little_is_refused(
         small.generate([[5] * 200], SamplingParams(max_tokens=1))
     with pytest.raises(ConfigError, match="too little"):
         make(model[0], kv_memory=stride)
+
+
+def test_memory_is_taken_for_as_many_as_run_and_said_so(
+    model: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagoda")
+    for max_num_seqs in (1, 3):
+        engine = Engine(model[0], dtype="float32", progress=False, max_num_seqs=max_num_seqs, block_size=8)
+        cache = engine.core.cache
+        assert cache.num_blocks == max_num_seqs * cache.layout.blocks_for(engine.spec.max_context)
+        assert f"taking {format_size(engine.cache_info().bytes_total)} of KV memory" in caplog.text
+    shortest = Engine(model[0], progress=False, max_num_seqs=1, max_model_len=4)  # a block would be enough
+    assert shortest.max_model_len == 4
+
+
+def test_settings_are_checked_before_weights_are_read(
+    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any, **settings: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("pagoda.model.loader.load_weights", read)
+    for options, said in (
+        ({"kv_skip_layers": (0, 99, 7)}, r"`--kv-skip-layers` .*, 0 to \d, got 99, 7$"),
+        ({"max_model_len": 9999}, "`--max-model-len` .* between 1 and the model's 256, got 9999"),
+        ({"eviction": "mru"}, "no eviction policy is called 'mru'"),
+        ({"kv_memory": "much"}, "not a size"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make(model[0], **options)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_settings_out_of_range(folder):
     with pytest.raises(ConfigError, match="dtype must be auto, float32 or bfloat16"):
         load_model(str(folder), dtype="int8")
     assert load_model(str(folder), max_model_len=32).spec.max_context == 32
-    with pytest.raises(ConfigError, match="weights_format must be full or int8"):
+    with pytest.raises(ConfigError, match=r"`--weights` .* must be full or int8"):
         load_model(str(folder), weights_format="int4")
     for length in (0, 129):
         with pytest.raises(ConfigError, match="between 1 and the model's 128"):

@@ -29,13 +29,39 @@ def test_the_tables() -> None:
 
 
 def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
-    question = "plan", "llama-3-8b", "--context", "8k,128k", "--users", "10000", "--shared-prefix", "1k"
+    question = "plan", "llama-3.1-8b", "--context", "8k", "--context", "128k", "--users", "10000"
 
     def figures(columns: str) -> set[str]:
-        words = CliRunner().invoke(app, question, env={"COLUMNS": columns}).output.split()
-        return {word for word in words if any(letter.isdigit() for letter in word)}
+        result = CliRunner().invoke(app, [*question, "--shared-prefix", "1k"], env={"COLUMNS": columns})
+        assert result.exit_code == 0, result.output
+        return {word for word in result.output.split() if any(letter.isdigit() for letter in word)}
 
     assert figures("200") == figures("80") == figures("40")
+
+
+def test_contexts_leave_room_for_the_shared_prefix() -> None:
+    """The example of docs/plan.md."""
+    plan = json.loads(run("deepseek-v3", "--hardware", "h200", "--devices", "8", "--shared-prefix", "4k", "--json"))
+    assert [each["context"] for each in plan["contexts"]] == [8192, 32768, 131072]
+
+
+def test_a_context_beyond_the_models_is_said_so() -> None:
+    result = CliRunner().invoke(app, ["plan", "llama-3.1-8b", "--context", "1m", "--context", "8k", "--json"])
+    assert result.stderr.startswith("llama-3.1-8b has a context of 131,072 tokens: figures at 1,048,576 are of")
+    assert [each["context"] for each in json.loads(result.stdout)["contexts"]] == [2**20, 8192]
+    assert not CliRunner().invoke(app, ["plan", "llama-3.1-8b", "--context", "128k", "--json"]).stderr
+
+
+def test_formats_are_compared_in_the_blocks_that_each_would_have() -> None:
+    def way(label: str, *args: str) -> tuple[int, list[int]]:
+        ways = json.loads(run("llama-3-8b", "--context", "8k", "--json", *args))["techniques"]
+        (found,) = [each for each in ways if each["label"] == label]
+        return found["num_tokens"], found["users"]
+
+    assert way("in int4") == way("as it is, int4", "--kv-format", "int4")
+    assert way("in int8", "--kv-format", "int4") == way("as it is, int8", "--kv-format", "int8")
+    assert way("in int4", "--block-size", "16") == way("as it is, int4", "--kv-format", "int4", "--block-size", "16")
+    assert way("in int4", "--block-size", "16")[0] < way("in int4")[0]
 
 
 def test_a_model_that_does_not_fit_is_said_so() -> None:

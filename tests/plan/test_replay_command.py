@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -50,6 +52,18 @@ def test_json_and_what_if(trace: Path) -> None:
     assert [answer["tier"]["name"] for answer in found["answers"]] == ["dram", "disk"]
     assert found["answers"][0]["point"]["hit_rate"] >= 0.2
     assert found["bounds"][0]["hit_rate"] >= max(point["hit_rate"] for point in found["points"])
+
+
+def test_an_access_log_does_not_know_its_kv_format(tmp_path: Path) -> None:
+    blocks = base64.b64encode(np.array([7, 8], dtype="<i8").tobytes()).decode()
+    rows = [
+        {"pagoda_access_log": 1, "model": "smollm2", "block_tokens": 16},
+        *({"time": float(time), "prompt": 32, "output": 1, "hit": 0, "blocks": blocks} for time in range(3)),
+    ]
+    log = tmp_path / "access.log"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "kept KV: it is counted in bf16, as --kv-format says." in run(log)
+    assert "kept KV: it is counted in int8, as" in run(log, "--kv-format", "int8")
 
 
 def test_a_fleet(trace: Path) -> None:

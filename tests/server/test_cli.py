@@ -22,6 +22,7 @@ from pagoda.cli.chat import _converse
 from pagoda.cli.chat_sources import LocalChat, RemoteChat
 from pagoda.engine.params import SamplingParams
 from pagoda.errors import ConfigError, ContextTooLong, InvalidRequest, WeightsError
+from pagoda.kv.eviction import POLICIES
 from pagoda.server.auth import ApiKeys
 from pagoda.server.sockets import bind
 
@@ -103,12 +104,16 @@ def test_errors_are_one_line_and_status_2(
             (["serve", "--kv-format", "int3"], "--kv-format: no KV format is called 'int3'"),
             (["serve", "--blend-auto", "--kv-format", "fp16/int4"], "--blend-auto does not go with --kv-format fp16/"),
             (["serve", "--kv-skip-layers", "0,x"], "--kv-skip-layers: not a list of layers: '0,x'"),
+            (["serve", "--eviction", "mru"], "--eviction: no eviction policy is called 'mru'; there are reuse, lru,"),
+            (["serve", "--adapter", "foo"], "--adapter takes NAME=FOLDER"),
+            (["serve", "--adapter", f"a={tmp_path}"], f"{tmp_path} is not an adapter"),
             (["generate", "Hi", "--temperature", "-1"], "temperature must be between"),
             (["serve", "--port", port], f"cannot serve on 127.0.0.1:{port}: Address already in use"),
             (["serve", "--host", "203.0.113.1"], "cannot serve on 203.0.113.1:8000: Cannot assign"),
             (["serve", "--api-keys-file", str(tmp_path / "none")], "cannot read API keys"),
             (["serve", "--api-keys-file", str(tmp_path), "--api-key", "x"], "not both"),
             (["chat", "--url", f"http://127.0.0.1:{_free_port()}"], "cannot chat with"),
+            (["chat", "--url", f"127.0.0.1:{_free_port()}"], "cannot chat with http://127.0.0.1:"),
             (["chat", "--url", "ftp://nowhere"], "cannot chat with"),
         ]
         for args, words in cases:
@@ -117,6 +122,33 @@ def test_errors_are_one_line_and_status_2(
             assert err.startswith("error: ")
             assert words in err
             assert err.count("\n") == 1
+
+
+def test_help_names_every_eviction_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(monkeypatch, capsys, "serve", "--help")
+    words = set(out.replace(",", " ").replace(".", " ").split())
+    assert set(POLICIES) <= words
+
+
+def test_memory_is_taken_for_no_more_than_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def load(model: str, **settings: Any) -> None:
+        asked.append(settings["max_num_seqs"])
+        raise WeightsError("enough")
+
+    monkeypatch.setattr(options, "load_engine", load)
+    for args in (
+        ["generate", "a"],
+        ["generate", "a", "b", "--n", "3"],
+        ["generate", *["a"] * 99],
+        ["chat"],
+        ["serve", "--port", "0"],
+    ):
+        run(monkeypatch, capsys, *args)
+    assert asked == [1, 6, 64, 2, 64]
 
 
 def test_usage_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

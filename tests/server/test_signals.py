@@ -37,7 +37,7 @@ def parent() -> Iterator[Nursery]:
 @pytest.fixture
 def server(parent: Nursery, tmp_path: Path) -> Server:
     server = Server(parent, ["--log-level", "error"], tmp_path / "log")
-    assert "1.0 GiB = 1,000 blocks of 16 = 16,000 tokens = 7.8 users at full context" in server.printed
+    assert "1.0 GiB = 1,000 blocks of 16 = 16,000 tokens = 7.8 requests at full context" in server.printed
     return server
 
 

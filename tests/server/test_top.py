@@ -19,8 +19,8 @@ from .test_dashboard import ADMIN, A, overview
 __all__ = ["folder"]
 
 
-def shown(before: Reading, now: Reading) -> str:
-    console = Console(file=io.StringIO(), width=140)
+def shown(before: Reading, now: Reading, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(screen(before, now))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -44,8 +44,16 @@ async def test_what_it_shows(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
         ):
             assert part in text
         own = Reading(2.0, await overview(live, A))
+        run = {"tenant": "acme", "num_hits": 1234, "num_tokens": 56789, "preview": "a text of the operator's " * 9}
+        long = Reading(2.0, {**own.state, "tree": [run]})
+        for width in (60, 80, 100):
+            (row,) = [line for line in shown(long, long, width).splitlines() if "56,789" in line]
+            assert row.split()[:5] == ["acme", "1,234", "56,789", "a", "text"]  # it is the text that is cut
+            assert len(row) <= width
         assert "count the boats" not in shown(own, own)
-        monkeypatch.setattr(sys, "argv", ["pagoda", "top", "--once", "--every", "0.2", "--url", live.url])
+        monkeypatch.setattr(
+            sys, "argv", ["pagoda", "top", "--once", "--every", "0.2", "--url", live.url.removeprefix("http://")]
+        )
         monkeypatch.setenv("PAGODA_ADMIN_KEY", "root")
         with pytest.raises(SystemExit):
             await asyncio.to_thread(cli.main)
