@@ -180,7 +180,7 @@ def serve(
     log_to_stderr(str(log_level), "" if replica is None else f"replica {replica.number}: ")
     keys = _api_keys(api_key, api_keys_file)
     table = Prices() if prices is None else Prices.load(prices)
-    ledger = Ledger(usage_file)
+    ledger, caches, public = Ledger(usage_file), NamedCaches(caches_file), PublicPrefixes(public_file)
     log = None if access_log is None else AccessLog(access_log, model, secret)
     tracing = None if otlp_endpoint is None else _tracing(otlp_endpoint, model)
     with bind(host, port) if replica is None else replica.listen() as sock:
@@ -237,8 +237,8 @@ def serve(
             served_model_names=names,
             prices=table,
             ledger=ledger,
-            caches=NamedCaches(caches_file),
-            public=PublicPrefixes(public_file),
+            caches=caches,
+            public=public,
             prefill_next_turn=prefill_next_turn,
             blend=BlendDefaults(blend_ratio, blend_auto),
             access_log=log,

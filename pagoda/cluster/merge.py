@@ -161,7 +161,7 @@ _MERGES: Mapping[tuple[str, str], Merge] = {
     ("POST", "/v1/kv/purge"): _done,
     ("POST", "/v1/kv/clear"): _done,
 }
-_KEPT = ("/v1/caches/", "/v1/kv/leases/", "/v1/kv/explain/")  # and an id that only one of them knows
+_KEPT = ("/v1/caches/", "/v1/responses/", "/v1/kv/leases/", "/v1/kv/explain/")  # and an id that only one of them knows
 
 
 def merge_for(method: str, path: str) -> Merge | None:

@@ -80,11 +80,11 @@ class Intake:
         wanted = params.max_tokens if params.max_tokens is not None else max(1, self._max_model_len - prompt_len)
         total = prompt_len + wanted
         if total > self._max_model_len:
-            raise ContextTooLong(
-                f"this model's context is {self._max_model_len} tokens; the prompt has {prompt_len} "
-                f"and max_tokens asks for {wanted} more: {total}",
-                param="prompt" if prompt_len >= self._max_model_len else "max_tokens",
-            )
+            said = f"this model's context is {self._max_model_len} tokens"
+            if prompt_len >= self._max_model_len:
+                raise ContextTooLong(f"{said}, and the prompt alone has {prompt_len}", param="prompt")
+            asked = f"the prompt has {prompt_len} and max_tokens asks for {wanted} more: {total}"
+            raise ContextTooLong(f"{said}; {asked}", param="max_tokens")
         needed = self._cache.peak_blocks(total, self._config.token_budget)
         room = self._cache.num_blocks
         if params.beam is not None:  # beams go on together, so there must always be room for all of them

@@ -27,7 +27,7 @@ from pagoda.kv.keys import Scope
 from pagoda.kv.lease import Lease, RestoreReport
 from pagoda.kv.lineage import PUBLIC
 from pagoda.kv.radix import RadixTree
-from pagoda.kv.radix_node import Match, TokenArray
+from pagoda.kv.radix_node import Match, TokenArray, common_prefix
 
 MAX_GHOSTS = 65_536
 OPERATOR = "operator"  # in place of a policy: somebody cleared the cache
@@ -75,7 +75,7 @@ class Explanation:
             tiers gave blocks that come after it.
         eviction: of the first missed block, if it was evicted.
         before, asked: tokens just before the first missed one, and from it on.
-        cached: what the cache had there instead, if it diverged.
+        cached: what the cache had there instead, if it diverged; begins as `asked` does where hits end with blocks.
         differs: the scope's fields that differ, if another scope has it.
         restore: what came of asking the tiers for what the device missed; None if they were not asked.
         num_purges: of what its tenant may see, by then: `cached` may be among what was purged later.
@@ -184,10 +184,14 @@ class MissLog:
         ghost = self._ghost(tokens, scope, index, name)
         if ghost is not None:
             return because(_gone(ghost), ghost)
-        instead = self._tree.after(match, scope, CONTEXT_TOKENS)
-        if instead.size and instead[0] != tokens[known]:
-            return because(MissReason.DIVERGED, cached=_ids(instead))
-        return because(MissReason.NEVER_SEEN)
+        # Where hits end with blocks, any token of the block may be the one that differs, and is to be shown.
+        reach = self._tree.block_size if self._only_whole else 1
+        instead = self._tree.after(match, scope, reach - 1 + CONTEXT_TOKENS)
+        same = common_prefix(instead[:reach], tokens[known : known + reach])
+        if same == min(reach, instead.size):
+            return because(MissReason.NEVER_SEEN)
+        asked, instead = tokens[known : known + same + CONTEXT_TOKENS], instead[: same + CONTEXT_TOKENS]
+        return replace(because(MissReason.DIVERGED, cached=_ids(instead)), asked=_ids(asked))
 
     def settled(self, facts: Explanation, lease: Lease) -> Explanation:
         """The facts of a prompt, told of the first token that missed after all that its lease hit.

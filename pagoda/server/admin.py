@@ -34,6 +34,7 @@ from pagoda.server.errors import HttpError
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
 from pagoda.server.public_prefixes import PublicPrefixes
+from pagoda.server.state_file import not_saved
 
 MAX_PREFIXES = 10_000
 _PURGE_WAIT_S = 10.0
@@ -159,25 +160,25 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         if count is None:
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
-        await asyncio.to_thread(served.caches.save)
+        try:
+            await asyncio.to_thread(served.caches.save)
+        except OSError as error:
+            raise not_saved(error, "Purged, but a named cache may come back with the next start") from None
         return JSONResponse({"purged_blocks": count, **tiers})
 
     @router.post("/kv/publish")
     async def publish(request: Request) -> Response:
         tokens, scope = await prefix_in(request)
         try:
-            num_cached = await engine.manage(lambda cache: cache.publish(tokens, scope))
+            num_cached = await public.publish(engine, tokens, scope)
         except LeaseRefused as error:
             raise HttpError(409, "publish_refused", f"Not published: {error}.") from None
-        await public.save(engine)
         return JSONResponse({"prompt_tokens": len(tokens), "cached_tokens": num_cached})
 
     @router.post("/kv/unpublish")
     async def unpublish(request: Request) -> Response:
         tokens, _ = await prefix_in(request)
-        count = await engine.manage(lambda cache: cache.unpublish(tokens))
-        await public.save(engine)
-        return JSONResponse({"unpublished": count})
+        return JSONResponse({"unpublished": await public.unpublish(engine, tokens)})
 
     @router.get("/kv/published")
     async def published() -> Response:

@@ -215,6 +215,7 @@ def _operations_router(
             "requests_running": stats.num_running,
             "requests_waiting": stats.num_waiting,
             "kv_blocks_free": stats.num_free_blocks,
+            "kv_blocks_available": stats.num_free_blocks + stats.num_cached_blocks,
             "tiers": health_of(engine.tiers()),
             "kv_events": kv_events,
         }

@@ -155,7 +155,10 @@ def require_admin(admin_key: str) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:
         if not is_admin(request, admin_key):
-            raise HttpError(403, "admin_key_required", "Send the server's admin key in the header X-Admin-Key.")
+            message = "Send the server's admin key in the header X-Admin-Key."
+            if request.headers.get(ADMIN_HEADER):
+                message = "The key in the header X-Admin-Key is not the server's admin key."
+            raise HttpError(403, "admin_key_required", message)
 
     return check
 

@@ -52,7 +52,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _bad_json(str(error)) from None
     if not isinstance(value, dict):
-        raise _bad_json(f"it must be an object, not {_json_type(value)}")
+        raise HttpError(400, "invalid_json", f"The body must be a JSON object, not {_json_type(value)}.")
     return value
 
 

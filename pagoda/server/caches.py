@@ -36,6 +36,7 @@ from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of, validate_fields
+from pagoda.server.state_file import not_saved
 
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -80,8 +81,11 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
     router = APIRouter()
     engine, caches = served.engine, served.caches
 
-    async def save() -> None:
-        await asyncio.to_thread(caches.save)
+    async def save(outcome: str) -> None:
+        try:
+            await asyncio.to_thread(caches.save)
+        except OSError as error:
+            raise not_saved(error, outcome) from None
 
     async def refresh() -> None:
         """Forget caches whose lease somebody ended."""
@@ -97,7 +101,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         cache.held_tokens = output.leases[0].num_tokens
         try:
             caches.add(cache)
-            await save()
+            await save("Not cached")
         except Exception:
             caches.drop(cache.namespace, cache.id)
             await engine.manage(partial(_end, cache))
@@ -127,18 +131,26 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         namespace = request.state.namespace
         await refresh()
         cache = caches.get(namespace, cache_id)
+        before, cache.expires_at = cache.expires_at, time.time() + seconds
+        try:
+            await save("Not changed")
+        except HttpError:
+            cache.expires_at = before
+            raise
         await engine.manage(lambda admin: admin.postpone(namespace, cache_id, seconds))
-        cache.expires_at = time.time() + seconds
-        await save()
         return JSONResponse(_report(cache))
 
     @router.delete("/caches/{cache_id}")
     async def delete(request: Request, cache_id: str) -> Response:
         namespace = request.state.namespace
-        caches.get(namespace, cache_id)
+        cache = caches.get(namespace, cache_id)
         caches.drop(namespace, cache_id)
+        try:
+            await save("Not deleted")
+        except HttpError:
+            caches.add(cache)
+            raise
         await engine.manage(lambda admin: admin.end_named(namespace, cache_id))
-        await save()
         return JSONResponse({"id": cache_id, "object": "cache", "deleted": True})
 
     return router

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from pagoda.errors import (
     ContextTooLong,
+    InvalidRequest,
     MemoryPressure,
     ModelError,
     ModelNotFound,
@@ -38,11 +41,26 @@ class HttpError(RequestError):
         self.code = code
 
 
+@contextmanager
+def in_words_of(*, max_tokens: str, prompt: str = "prompt") -> Iterator[None]:
+    """Let refusals name what the client sent: fields that the engine calls `max_tokens` and `prompt`.
+
+    Raises:
+        RequestError: as it was raised within, in these words.
+    """
+    try:
+        yield
+    except (InvalidRequest, ContextTooLong) as error:
+        param = {"max_tokens": max_tokens, "prompt": prompt}.get(error.param or "", error.param)
+        raise type(error)(str(error).replace("max_tokens", max_tokens), param=param) from None
+
+
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """The HTTP status and JSON body of an exception. What is not the client's fault says nothing of our insides."""
     match error:
         case HttpError():
-            return error.status, _body(str(error), error.param, error.code)
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            return error.status, _body(str(error), error.param, error.code, type_=kind)
         case ContextTooLong():
             return 400, _body(str(error), error.param, "context_length_exceeded")
         case ModelNotFound():

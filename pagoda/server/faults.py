@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pagoda.errors import InvalidRequest
 
@@ -38,7 +38,7 @@ _LENGTHS = {
 _NEAR = 0.85  # of difflib: prompt_cache_key, which is a field of OpenAI's, is less like any of ours
 
 
-def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidRequest:
+def first_fault(error: ValidationError, kind: type[BaseModel], fields: Mapping[str, Any]) -> InvalidRequest:
     """The first field at fault; a union's alternatives are one fault of the field that may be any of them."""
     faults = error.errors(include_url=False, include_input=False)
     first = faults[0]
@@ -48,7 +48,7 @@ def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidReq
         case {"type": "missing"}:
             message = f"{name} is required"
         case {"type": "extra_forbidden"}:
-            message = f"{name} is no field that is known here"
+            message = f"{name} is no field that is known here: there are {', '.join(_siblings(kind, path))}"
         case _ if not is_union:
             message = f"{name} {wanted(first)}{_not_null(path, fields)}"
         case _:
@@ -56,6 +56,23 @@ def first_fault(error: ValidationError, fields: Mapping[str, Any]) -> InvalidReq
             said = " or ".join(dict.fromkeys(wanted(each).removeprefix("should ") for each in same))
             message = f"{name} should {said.replace(' or be ', ' or ')}{_not_null(path, fields)}"
     return InvalidRequest(message, param=name)
+
+
+def _siblings(kind: type[BaseModel], path: Sequence[int | str]) -> Iterable[str]:
+    """The fields that are known where a path ends."""
+    kinds = [kind]
+    for part in path[:-1]:
+        if isinstance(part, str):
+            types = [each.model_fields[part].annotation for each in kinds if part in each.model_fields]
+            kinds = [below for each in types for below in _models(each)]
+    return dict.fromkeys(name for each in kinds for name in each.model_fields)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models among a type's alternatives, or those of its elements."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def wanted(fault: Mapping[str, Any]) -> str:

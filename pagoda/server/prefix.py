@@ -64,7 +64,7 @@ def validate_fields(kind: type[F], fields: Mapping[str, Any]) -> F:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise first_fault(error, fields) from None
+        raise first_fault(error, kind, fields) from None
 
 
 def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:

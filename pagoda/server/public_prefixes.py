@@ -14,7 +14,7 @@ from typing import Any
 
 from pagoda.errors import LeaseRefused
 from pagoda.server.backend import Backend, CacheAdmin, Scope
-from pagoda.server.state_file import StateFile
+from pagoda.server.state_file import StateFile, not_saved
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class PublicPrefixes:
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else StateFile(path)
-        self._saving = asyncio.Lock()  # of two who save, the later writes the later state
+        self._saving = asyncio.Lock()  # one change at a time, so that each is saved, or undone, by itself
         self._model = ""
         self._prefixes: list[list[int]] = []
         if self._file is not None and (loaded := self._file.load()) is not None:
@@ -51,21 +51,50 @@ class PublicPrefixes:
             except LeaseRefused as error:
                 logger.warning("a text is public no more: %s", error)
 
-    async def save(self, engine: Backend) -> None:
-        """Write down what is public now.
+    async def publish(self, engine: Backend, tokens: list[int], scope: Scope) -> int:
+        """Make a prefix public and write that down; returns how many of its tokens are cached for all now.
 
         Raises:
-            OSError: the file cannot be written.
+            LeaseRefused: it cannot be public; nothing changed.
+            HttpError: 503, the file cannot be written; what was not public before is not now.
         """
-        if self._file is None:
-            return
         async with self._saving:
-            public = await engine.manage(lambda cache: [prefix.tokens for prefix in cache.published()])
-            await asyncio.to_thread(self._file.save, json.dumps({"model": engine.model_name, "prefixes": public}))
+            before = await engine.manage(_public)
+            num_cached = await engine.manage(partial(_publish, tokens, scope=scope))
+            try:
+                await self._save(engine)
+            except OSError as error:
+                if await engine.manage(_public) != before:
+                    await engine.manage(lambda cache: cache.unpublish(tokens))
+                raise not_saved(error, "Not published") from None
+        return num_cached
+
+    async def unpublish(self, engine: Backend, tokens: list[int]) -> int:
+        """End what begins with these tokens, and write that down; returns how many prefixes that were.
+
+        Raises:
+            HttpError: 503, the file cannot be written; nobody hits them any more until the server starts again.
+        """
+        async with self._saving:
+            count = await engine.manage(lambda cache: cache.unpublish(tokens))
+            try:
+                await self._save(engine)
+            except OSError as error:
+                raise not_saved(error, "Unpublished, but only until the next start") from None
+        return count
+
+    async def _save(self, engine: Backend) -> None:
+        if self._file is not None:
+            text = json.dumps({"model": engine.model_name, "prefixes": await engine.manage(_public)})
+            await asyncio.to_thread(self._file.save, text)
 
 
-def _publish(tokens: list[int], cache: CacheAdmin) -> int:
-    return cache.publish(tokens, Scope())
+def _public(cache: CacheAdmin) -> list[list[int]]:
+    return [prefix.tokens for prefix in cache.published()]
+
+
+def _publish(tokens: list[int], cache: CacheAdmin, scope: Scope = Scope()) -> int:
+    return cache.publish(tokens, scope)
 
 
 def _read(loaded: Any) -> tuple[str, list[list[int]]]:

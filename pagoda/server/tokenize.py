@@ -48,7 +48,7 @@ def _tokenize(served: Served, body: bytes) -> dict[str, Any]:
     try:
         asked = TokenizeRequest.model_validate(fields)
     except ValidationError as error:
-        raise first_fault(error, fields) from None
+        raise first_fault(error, TokenizeRequest, fields) from None
     served.resolve(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("give a prompt or messages", param="prompt")

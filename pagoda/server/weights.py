@@ -85,4 +85,4 @@ def _parse(kind: type[M], body: bytes) -> M:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise first_fault(error, fields) from None
+        raise first_fault(error, kind, fields) from None

@@ -8,6 +8,7 @@ import pytest
 from pagoda.kv import observe
 from pagoda.kv.keys import Scope
 from pagoda.kv.observe import Explanation, MissReason
+from tests.kv.fakes import make
 from tests.kv.test_cache import SCOPE, SIZE, seq
 from tests.kv.test_retention import PREFIX, PROMPT, LeaseBench
 
@@ -47,6 +48,25 @@ def test_diverged_at_any_token_with_both_sides(at: int) -> None:
     assert told.asked == tuple(range(500, 516))
     assert told.cached == tuple(range(at, at + len(told.cached)))
     assert told.cached
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6, 8, 11])
+def test_diverged_within_a_block_where_hits_end_with_blocks(at: int) -> None:
+    cache, _ = make(20, SIZE, kv_format="int4")
+    tokens = seq(range(30))
+    lease = cache.acquire(tokens, SCOPE)
+    cache.reserve(lease, tokens.size)
+    cache.advance(lease, tokens, tokens.size)
+    cache.release(lease, tokens)
+    asked, hit = seq(range(at), range(500, 530)), at // SIZE * SIZE
+    told = cache.misses.facts(asked, SCOPE, cache.lookup(asked, SCOPE).match)
+    assert (told.reason, told.num_hit_tokens, told.missed_at) == (MissReason.DIVERGED, hit, hit)
+    assert told.before == tuple(range(hit))
+    assert told.asked == (*range(hit, at), *range(500, 516))
+    assert told.cached[: at - hit + 1] == tuple(range(hit, at + 1))
+    beyond = seq(range(28), range(500, 530))
+    told = cache.misses.facts(beyond, SCOPE, cache.lookup(beyond, SCOPE).match)
+    assert (told.reason, told.missed_at) == (MissReason.NEVER_SEEN, 28)
 
 
 def test_evicted_with_the_policy_and_the_pressure() -> None:

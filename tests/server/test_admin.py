@@ -83,6 +83,8 @@ async def test_the_operators_routes_need_the_admin_key(folder: Path) -> None:
         for (method, path), headers in itertools.product(routes, wrong):
             answer = await live.http.request(method, path, json={"prompt": "x"}, headers=headers)  # type: ignore[arg-type]
             assert answer.status_code == 403
+            said = "is not the server's" if "x-admin-key" in headers else "Send the server's"
+            assert said in answer.json()["error"]["message"]
     async with serve(folder) as live:
         for method, path in routes:
             assert (await live.http.request(method, path, json={}, headers={"x-admin-key": ""})).status_code == 404

@@ -325,11 +325,40 @@ async def test_of_those_that_are_made_at_once_no_more_are_kept_than_may_be(
     assert len((await fake.http.get("/v1/caches", headers=A)).json()["data"]) == len(fake.backend.leases) == 2
 
 
-async def test_one_that_cannot_be_written_down_is_not_kept(tmp_path: Path) -> None:
-    async with run_server(FakeBackend(), caches=NamedCaches(tmp_path / "gone" / "caches.json")) as live:
-        await create(live, 500, key={}, **CONTENT)
-        assert not live.backend.leases
-        assert (await live.http.get("/v1/caches")).json()["data"] == []
+async def test_a_change_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    async with run_server(FakeBackend(), caches=NamedCaches(home / "caches.json")) as live:
+        made = await create(live, key={}, **CONTENT)
+        before, leases = (await live.http.get("/v1/caches")).json(), dict(live.backend.leases)
+        path = f"/v1/caches/{made['id']}"
+        home.rename(away)
+        refused = {
+            "Not cached": await live.http.post("/v1/caches", json=CONTENT),
+            "Not changed": await live.http.patch(path, json={"ttl_s": 9}),
+            "Not deleted": await live.http.delete(path),
+        }
+        for outcome, answer in refused.items():
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (503, "not_saved", "server_error")
+            assert error["message"].startswith(f"{outcome}: ")
+            assert "(No such file or directory)" in error["message"]
+        assert (await live.http.get("/v1/caches")).json() == before
+        assert live.backend.leases == leases
+        away.rename(home)
+        assert (await live.http.delete(path)).status_code == 200
+
+
+async def test_a_purge_that_cannot_be_written_down_says_so(folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    async with serve(folder, "root", caches=NamedCaches(home / "caches.json")) as live:
+        await create(live, **CONTENT)
+        home.rename(tmp_path / "away")
+        answer = await live.http.post("/v1/kv/purge", json={"tenant": "acme"}, headers={"x-admin-key": "root"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"].startswith("Purged, but a named cache may come back")
+        assert (await live.http.get("/v1/caches", headers=A)).json()["data"] == []
 
 
 def saved(path: Path) -> NamedCaches:

@@ -63,8 +63,8 @@ def check(
         (b"", "Expecting value"),
         (b'{"messages": [', "Expecting value"),
         (b'{"messages": [}', "Expecting value"),
-        (b"[1]", "an object, not an array"),
-        (b'"hi"', "an object, not a string"),
+        (b"[1]", "must be a JSON object, not an array"),
+        (b'"hi"', "must be a JSON object, not a string"),
         (b"null", "not null"),
         (b"7", "not a number"),
         (b'{"prompt": "\xff\xfe"}', "not UTF-8 (byte 12)"),
@@ -137,7 +137,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"logprobs": 3}, "logprobs", "boolean"),
-    ({"max_completion_tokens": -1}, "max_tokens", "at least 0"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be at least 0"),
     ({"max_tokens": 0, "n": 2}, "n", "must be 1"),
     ({"tools": "find"}, "tools", "list"),
 ]
@@ -185,7 +185,17 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_retention": {"ranges": [{"token_start": 0, "priority": "x"}]}}, "kv_retention.ranges[0].priority", "integer"),
     ({"kv_retention": 5}, "kv_retention", "kv_retention should be an object"),
     ({"kv_policy": 7}, "kv_policy", "kv_policy should be a string or an object"),
-    ({"kv_retention": {"decode": 1}}, "kv_retention.decode", "no field"),
+    (
+        {"kv_retention": {"decode": 1}},
+        "kv_retention.decode",
+        "no field that is known here: there are ranges, decode_priority, decode_duration_s",
+    ),
+    (
+        {"kv_retention": {"ranges": [{"token_start": 0, "priority": 9, "end": 3}]}},
+        "kv_retention.ranges[0].end",
+        "there are token_start, token_end, priority, duration_s",
+    ),
+    ({"tiers": {"wait": 1}}, "tiers.wait", "there are max_restored_tokens, wait_s, store, lossy"),
     ({"tiers": {"store": 1}}, "tiers.store", "boolean"),
     ({"stop": ["a", 5]}, "stop", "string"),
     ({"cache_sallt": "x"}, "cache_sallt", "is cache_salt meant?"),
@@ -307,8 +317,15 @@ def test_context_too_long(api: httpx.Client, stream: bool) -> None:
     check(api.post("/v1/completions", json=long), 400, "3000", "2048", param="prompt", code=code)
     chat = {"messages": [{"role": "user", "content": "x" * 3000}], "stream": stream}
     check(api.post("/v1/chat/completions", json=chat), 400, "2048", param="messages", code=code)
+    check(api.post("/v1/responses", json={"input": "x" * 3000}), 400, "2048", param="input", code=code)
     much = {"prompt": "x", "max_tokens": 2048, "stream": stream}
     check(api.post("/v1/completions", json=much), 400, "2048", param="max_tokens", code=code)
+    for field in ("max_tokens", "max_completion_tokens"):
+        asked = {"messages": HELLO["messages"], field: 2048, "stream": stream}
+        check(api.post("/v1/chat/completions", json=asked), 400, f" {field} asks", param=field, code=code)
+    asked = {"input": "x", "max_output_tokens": 2048, "stream": stream}
+    words = " max_output_tokens asks"
+    check(api.post("/v1/responses", json=asked), 400, words, param="max_output_tokens", code=code)
     batch = {"prompt": ["x" * 3000, "x" * 3000], "stream": stream}
     check(api.post("/v1/completions", json=batch), 400, "3000", param="prompt", code=code)
 

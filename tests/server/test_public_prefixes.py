@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pagoda.errors import ConfigError
@@ -72,6 +73,34 @@ async def test_its_kv_comes_back_from_a_tier_for_everybody(folder: Path, tmp_pat
         body = {"prompt": HANDBOOK + "?", "max_tokens": 1, "tiers": {"wait_s": PATIENCE_S}}
         answer = await live.http.post("/v1/completions", json=body, headers={"x-api-key": "sk-b"})
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == whole
+
+
+def not_saved(answer: httpx.Response, outcome: str) -> bool:
+    error = answer.json()["error"]
+    said = error["message"].startswith(f"{outcome}: ") and "(No such file or directory)" in error["message"]
+    return said and (answer.status_code, error["code"], error["type"]) == (503, "not_saved", "server_error")
+
+
+async def test_what_cannot_be_written_down_is_not_public(folder: Path, tmp_path: Path) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    text = {"prompt": HANDBOOK, "tenant": "acme"}
+    async with serve(folder, "root", public=PublicPrefixes(home / "public.json")) as live:
+        await cached(live, "sk-a")
+        home.rename(away)
+        assert not_saved(await live.http.post("/v1/kv/publish", json=text, headers=ADMIN), "Not published")
+        assert await listed(live) == []
+        assert await cached(live, "sk-b") == 0
+        away.rename(home)
+        await post(live, "publish", tenant="acme")
+        assert len(await listed(live)) == 1
+    async with serve(folder, "root", public=PublicPrefixes(home / "public.json")) as live:
+        home.rename(away)
+        assert not_saved(await live.http.post("/v1/kv/publish", json=text, headers=ADMIN), "Not published")
+        assert len(await listed(live)) == 1  # as it was
+        gone = await live.http.post("/v1/kv/unpublish", json=text, headers=ADMIN)
+        assert not_saved(gone, "Unpublished, but only until the next start")
+        assert await listed(live) == []
 
 
 async def test_of_another_model_nothing_is_public(

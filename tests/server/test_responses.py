@@ -72,6 +72,19 @@ async def test_a_conversation_is_its_tenants_alone() -> None:
         first = await mine.responses.create(model="fake", input="hello", max_output_tokens=2)
         with pytest.raises(openai.NotFoundError):
             await other.responses.create(model="fake", input="x", previous_response_id=first.id)
+        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            await other.responses.delete(first.id)
+        await mine.responses.create(model="fake", input="x", previous_response_id=first.id, max_output_tokens=2)
+
+
+async def test_what_is_deleted_cannot_go_on(live: Live) -> None:
+    first = await live.client.responses.create(model="fake", input="hello", max_output_tokens=2)
+    path = f"/v1/responses/{first.id}"
+    assert (await live.http.delete(path)).json() == {"id": first.id, "object": "response", "deleted": True}
+    with pytest.raises(openai.NotFoundError):
+        await live.client.responses.create(model="fake", input="x", previous_response_id=first.id)
+    again = await live.http.delete(path)
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_tool_items_reach_the_template(live: Live) -> None:

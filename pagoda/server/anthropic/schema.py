@@ -88,4 +88,4 @@ def validate(kind: type[P], fields: Mapping[str, Any]) -> P:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise first_fault(error, fields) from None
+        raise first_fault(error, kind, fields) from None

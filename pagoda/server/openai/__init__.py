@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagoda.errors import ContextTooLong
 from pagoda.server.body import read_body
+from pagoda.server.errors import HttpError, in_words_of
 from pagoda.server.openai.chat import prepare_chat
 from pagoda.server.openai.completions import prepare_completion
 from pagoda.server.openai.respond import Served, respond
@@ -26,11 +26,8 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
         job, wording = await asyncio.to_thread(prepare_chat, served, body, request.state.namespace)
-        try:
+        with in_words_of(max_tokens=job.limit_field, prompt="messages"):
             return await respond(request, served, job, wording)
-        except ContextTooLong as error:
-            # The engine knows prompts, this endpoint's callers know messages.
-            raise ContextTooLong(str(error), param="messages" if error.param == "prompt" else error.param) from None
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
@@ -43,7 +40,14 @@ def openai_router(served: Served, max_body_bytes: int) -> APIRouter:
         body = await read_body(request, max_body_bytes)
         shelf = served.responses.shelf(request.state.namespace)
         job = await asyncio.to_thread(prepare_response, served, shelf, body, request.state.namespace)
-        return await respond_response(request, served, shelf, job)
+        with in_words_of(max_tokens="max_output_tokens", prompt="input"):
+            return await respond_response(request, served, shelf, job)
+
+    @router.delete("/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        if not served.responses.shelf(request.state.namespace).drop(response_id):
+            raise HttpError(404, "not_found", f"Response {response_id[:200]!r} is not kept here.")
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @router.get("/models")
     async def models() -> Response:

@@ -11,6 +11,7 @@ from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Scope, Tokenizer
 from pagoda.server.body import parse_object
+from pagoda.server.errors import in_words_of
 from pagoda.server.ids import new_id
 from pagoda.server.openai.breakpoints import find_marks, place_marks
 from pagoda.server.openai.cached import start_of
@@ -32,11 +33,12 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
     tokenizer = served.engine.tokenizer
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-    params = request.sampling_params(
-        tokenizer.vocab_size,
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-    )
+    with in_words_of(max_tokens=request.limit_field):
+        params = request.sampling_params(
+            tokenizer.vocab_size,
+            max_tokens=getattr(request, request.limit_field),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
     start = start_of(served, namespace, request, request.tools)
     tools = start.tools if start.tools and request.tool_choice != "none" else None
 
@@ -72,6 +74,7 @@ def prepare_chat(served: Served, body: bytes, namespace: str) -> tuple[Job, Chat
         include_usage=request.include_usage,
         leases=[[*request.leases(len(prompt)), *leases]],
         blends=[served.blend.spec(request.blend, passages, spans)],
+        limit_field=request.limit_field,
         next_turn=None if spans else next_turn,  # what goes on from blended KV goes on from nothing that is cached
     )
     return job, ChatWording(tokenizer)

@@ -146,7 +146,7 @@ class Job:
     """What to run. Choice `i * params.n + j` of the answer is sample `j` of prompt `i`.
 
     `leases` and `blends` are each prompt's; without `blends` none has passages.
-    `next_turn` tells what a chat goes on from.
+    `next_turn` tells what a chat goes on from. `limit_field` is what the request calls its `max_tokens`.
     """
 
     id: str
@@ -160,6 +160,7 @@ class Job:
     leases: Sequence[Sequence[LeaseSpec]]
     blends: Sequence[BlendSpec | None] = ()
     next_turn: NextTurn | None = None
+    limit_field: str = "max_tokens"
 
 
 class Wording(Protocol):

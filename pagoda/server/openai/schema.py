@@ -229,6 +229,11 @@ class ChatRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
 
+    @property
+    def limit_field(self) -> str:
+        """The field that bounds the answer: OpenAI's of today before that of old."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
@@ -256,7 +261,7 @@ def validate(kind: type[R], fields: Mapping[str, Any]) -> R:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise first_fault(error, fields) from None
+        raise first_fault(error, kind, fields) from None
 
 
 def check_token_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
