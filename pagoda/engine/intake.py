@@ -82,7 +82,7 @@ class Intake:
         if total > self._max_model_len:
             said = f"this model's context is {self._max_model_len} tokens"
             if prompt_len >= self._max_model_len:
-                raise ContextTooLong(f"{said}, and the prompt alone has {prompt_len}", param="prompt")
+                raise ContextTooLong(f"{said} for prompt and answer; the prompt alone has {prompt_len}", param="prompt")
             asked = f"the prompt has {prompt_len} and max_tokens asks for {wanted} more: {total}"
             raise ContextTooLong(f"{said}; {asked}", param="max_tokens")
         needed = self._cache.peak_blocks(total, self._config.token_budget)

@@ -159,8 +159,9 @@ async def test_who_did_not_do_what_all_were_to_do_is_named(how: str) -> None:
 async def test_what_only_one_has_comes_from_that_one_though_the_router_has_forgotten_which() -> None:
     async with bench() as made:
         made.fleet.servers[0].status = 404
-        made.fleet.servers[1].answers = {"/v1/caches/c": {"id": "c"}, "/v1/kv/leases/l": {"deleted": True}}
-        for method, path in ("GET", "/v1/caches/c"), ("PATCH", "/v1/caches/c"), ("DELETE", "/v1/kv/leases/l"):
+        ids = "/v1/caches/c", "/v1/kv/leases/l", "/v1/responses/r"
+        made.fleet.servers[1].answers = {path: {"id": path} for path in ids}
+        for method, path in ("GET", ids[0]), ("PATCH", ids[0]), ("DELETE", ids[1]), ("DELETE", ids[2]):
             answer = await made.client.request(method, path, json={})
             assert (answer.status_code, answer.headers["x-pagoda-replica"]) == (200, "1")
         made.fleet.servers[1].status = 404

@@ -201,7 +201,7 @@ async def test_what_can_never_fit_is_refused_with_the_numbers(live: Live, stream
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"] == "this model's context is 512 tokens, and the prompt alone has 600"
+    assert error["message"] == "this model's context is 512 tokens for prompt and answer; the prompt alone has 600"
     much = await live.http.post("/v1/completions", json={**body, "prompt": [5] * 500, "max_tokens": 13})
     assert "the prompt has 500 and max_tokens asks for 13 more: 513" in much.json()["error"]["message"]
 
