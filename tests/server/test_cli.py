@@ -31,6 +31,7 @@ from .fake_backend import FakeBackend
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 PARAMS = SamplingParams(max_tokens=9)
+STATE_FILES = ("--caches-file", "--public-file", "--usage-file")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -112,6 +113,7 @@ def test_errors_are_one_line_and_status_2(
             (["serve", "--host", "203.0.113.1"], "cannot serve on 203.0.113.1:8000: Cannot assign"),
             (["serve", "--api-keys-file", str(tmp_path / "none")], "cannot read API keys"),
             (["serve", "--api-keys-file", str(tmp_path), "--api-key", "x"], "not both"),
+            *((["serve", option, "/no/where/f"], "cannot write /no/where/f: No such file") for option in STATE_FILES),
             (["chat", "--url", f"http://127.0.0.1:{_free_port()}"], "cannot chat with"),
             (["chat", "--url", f"127.0.0.1:{_free_port()}"], "cannot chat with http://127.0.0.1:"),
             (["chat", "--url", "ftp://nowhere"], "cannot chat with"),
