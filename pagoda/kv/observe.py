@@ -190,8 +190,8 @@ class MissLog:
         same = common_prefix(instead[:reach], tokens[known : known + reach])
         if same == min(reach, instead.size):
             return because(MissReason.NEVER_SEEN)
-        asked, instead = tokens[known : known + same + CONTEXT_TOKENS], instead[: same + CONTEXT_TOKENS]
-        return replace(because(MissReason.DIVERGED, cached=_ids(instead)), asked=_ids(asked))
+        told = because(MissReason.DIVERGED, cached=_ids(instead[: same + CONTEXT_TOKENS]))
+        return replace(told, asked=_ids(tokens[known : known + same + CONTEXT_TOKENS]))
 
     def settled(self, facts: Explanation, lease: Lease) -> Explanation:
         """The facts of a prompt, told of the first token that missed after all that its lease hit.
