@@ -31,7 +31,7 @@ from pagoda.server.auth import is_admin
 from pagoda.server.backend import CacheAdmin, Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
-from pagoda.server.errors import HttpError
+from pagoda.server.errors import HttpError, in_words_of
 from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
@@ -97,7 +97,8 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         cache, tokens = await asyncio.to_thread(_prepare, served, body, request.state.namespace)
         await refresh()
         caches.check_room(cache)
-        output = await _warm_up(request, served, cache, tokens)
+        with in_words_of(prompt="messages" if cache.prompt is None else "prompt"):
+            output = await _warm_up(request, served, cache, tokens)
         cache.held_tokens = output.leases[0].num_tokens
         try:
             caches.add(cache)

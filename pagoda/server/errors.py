@@ -42,7 +42,7 @@ class HttpError(RequestError):
 
 
 @contextmanager
-def in_words_of(*, max_tokens: str, prompt: str = "prompt") -> Iterator[None]:
+def in_words_of(*, max_tokens: str = "max_tokens", prompt: str = "prompt") -> Iterator[None]:
     """Let refusals name what the client sent: fields that the engine calls `max_tokens` and `prompt`.
 
     Raises:

@@ -209,8 +209,8 @@ class FakeBackend:
         room = self.max_model_len - len(prompt)
         if room < (1 if params.max_tokens is None else params.max_tokens):
             raise ContextTooLong(
-                f"the context is {self.max_model_len} tokens; the prompt has {len(prompt)} and max_tokens asks for "
-                f"{params.max_tokens or 1} more",
+                f"{len(prompt)} prompt tokens, and max_tokens asks for {params.max_tokens or 1} more: they "
+                f"exceed the context of {self.max_model_len}",
                 param="prompt" if room < 1 else "max_tokens",
             )
         request_id = request_id or uuid.uuid4().hex

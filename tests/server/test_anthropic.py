@@ -251,7 +251,7 @@ async def test_a_failure_is_told_and_logged_by_the_id_of_what_failed(
 async def test_the_client_raises_its_own_errors(live: Live, client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         await client.messages.create(**{**HELLO, "model": "other"})
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens asks for 10000 more"):
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens asks for 10000 more: they exceed"):
         await client.messages.create(**{**HELLO, "max_tokens": 10_000})
     live.backend.failure = MemoryPressure("full")
     with pytest.raises(anthropic.APIStatusError, match="overloaded_error") as caught:

@@ -325,6 +325,16 @@ async def test_of_those_that_are_made_at_once_no_more_are_kept_than_may_be(
     assert len((await fake.http.get("/v1/caches", headers=A)).json()["data"]) == len(fake.backend.leases) == 2
 
 
+async def test_one_that_is_longer_than_the_context_is_refused_by_its_field(fake: Live) -> None:
+    long = "x" * 3000
+    for fields, param in (
+        ({"prompt": long}, "prompt"),
+        ({"messages": [{"role": "user", "content": long}]}, "messages"),
+    ):
+        error = (await create(fake, 400, **fields))["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 async def test_a_change_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
