@@ -31,8 +31,9 @@ from pagoda.server.auth import is_admin, require_admin
 from pagoda.server.backend import Backend, BackendStats, Scope, Tokenizer
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
+from pagoda.server.faults import typed
 from pagoda.server.openai.respond import Served
-from pagoda.server.prefix import PrefixFields, read_prefix, validate_fields
+from pagoda.server.prefix import PrefixFields, read_prefix
 from pagoda.server.public_prefixes import PublicPrefixes
 from pagoda.server.state_file import not_saved
 
@@ -113,7 +114,7 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         return (await asyncio.to_thread(read_prefix, fields, engine.tokenizer)).tokens
 
     async def prefix_in(request: Request) -> tuple[list[int], Scope]:
-        fields = validate_fields(PinFields, parse_object(await read_body(request, max_body_bytes)))
+        fields = typed(PinFields, parse_object(await read_body(request, max_body_bytes)))
         return await tokens_of(fields), Scope(fields.tenant, fields.cache_salt)
 
     @router.post("/kv/pin")
@@ -127,7 +128,7 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
 
     @router.post("/kv/purge")
     async def purge(request: Request) -> Response:
-        fields = validate_fields(PurgeFields, parse_object(await read_body(request, max_body_bytes)))
+        fields = typed(PurgeFields, parse_object(await read_body(request, max_body_bytes)))
         if (fields.request_id is None) == (fields.tenant is None):
             raise InvalidRequest("say what to purge: a tenant or a request_id, and not both", param="tenant")
         if fields.request_id is not None and not fields.names_all:

@@ -32,10 +32,11 @@ from pagoda.server.backend import CacheAdmin, Scope
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.disconnect import until_disconnect
 from pagoda.server.errors import HttpError, in_words_of
+from pagoda.server.faults import typed
 from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
-from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of, validate_fields
+from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of
 from pagoda.server.state_file import not_saved
 
 DEFAULT_TTL_S = 3600.0
@@ -126,7 +127,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
 
     @router.patch("/caches/{cache_id}")
     async def change(request: Request, cache_id: str) -> Response:
-        seconds = validate_fields(TimeFields, parse_object(await read_body(request, max_body_bytes))).seconds()
+        seconds = typed(TimeFields, parse_object(await read_body(request, max_body_bytes))).seconds()
         if seconds is None:
             raise InvalidRequest("give ttl_s or expires_at", param="ttl_s")
         namespace = request.state.namespace
@@ -159,7 +160,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
 
 def _prepare(served: Served, body: bytes, namespace: str) -> tuple[NamedCache, list[int]]:
     """The cache that a body asks for, nothing of it held yet, and its tokens."""
-    fields = validate_fields(CreateFields, parse_object(body))
+    fields = typed(CreateFields, parse_object(body))
     model = served.resolve(fields.model)
     seconds = fields.seconds()
     prefix = read_prefix(fields, served.engine.tokenizer)

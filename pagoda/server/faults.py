@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from pagoda.errors import InvalidRequest
+
+M = TypeVar("M", bound=BaseModel)
 
 _SHOULD_BE = "Input should be "
 _VALUE_ERROR = "Value error, "
@@ -38,7 +40,19 @@ _LENGTHS = {
 _NEAR = 0.85  # of difflib: prompt_cache_key, which is a field of OpenAI's, is less like any of ours
 
 
-def first_fault(error: ValidationError, kind: type[BaseModel], fields: Mapping[str, Any]) -> InvalidRequest:
+def typed(kind: type[M], fields: Mapping[str, Any]) -> M:
+    """The typed fields in a JSON object.
+
+    Raises:
+        InvalidRequest: one is missing, unknown, of the wrong type or out of bounds.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first_fault(error, kind, fields) from None
+
+
+def _first_fault(error: ValidationError, kind: type[BaseModel], fields: Mapping[str, Any]) -> InvalidRequest:
     """The first field at fault; a union's alternatives are one fault of the field that may be any of them."""
     faults = error.errors(include_url=False, include_input=False)
     first = faults[0]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pagoda.errors import InvalidRequest
 from pagoda.server.alignment import stable_tokens
 from pagoda.server.backend import Tokenizer
-from pagoda.server.faults import first_fault
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.schema import MAX_SALT_CHARS
 from pagoda.server.passages import unmarked
-
-F = TypeVar("F", bound="Fields")
 
 
 class Fields(BaseModel):
@@ -53,18 +50,6 @@ class Prefix:
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     tokens: list[int]
-
-
-def validate_fields(kind: type[F], fields: Mapping[str, Any]) -> F:
-    """The typed fields in a JSON object.
-
-    Raises:
-        InvalidRequest: one is missing, unknown, of the wrong type or out of bounds.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise first_fault(error, kind, fields) from None
 
 
 def read_prefix(fields: PrefixFields, tokenizer: Tokenizer) -> Prefix:

@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from pagoda.errors import InvalidRequest
 from pagoda.server.body import parse_object, read_body
-from pagoda.server.faults import first_fault
+from pagoda.server.faults import typed
 from pagoda.server.openai.chat import normalize_messages
 from pagoda.server.openai.respond import Served
 from pagoda.server.passages import Passages
@@ -44,11 +44,7 @@ def tokenize_router(served: Served, max_body_bytes: int) -> APIRouter:
 
 
 def _tokenize(served: Served, body: bytes) -> dict[str, Any]:
-    fields = parse_object(body)
-    try:
-        asked = TokenizeRequest.model_validate(fields)
-    except ValidationError as error:
-        raise first_fault(error, TokenizeRequest, fields) from None
+    asked = typed(TokenizeRequest, parse_object(body))
     served.resolve(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("give a prompt or messages", param="prompt")

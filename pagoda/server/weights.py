@@ -9,19 +9,15 @@ With the admin key only, as the paths are the server's own.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from pagoda.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound
 from pagoda.server.body import parse_object, read_body
 from pagoda.server.errors import HttpError
-from pagoda.server.faults import first_fault
+from pagoda.server.faults import typed
 from pagoda.server.openai.respond import Served
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class LoadRequest(BaseModel):
@@ -53,7 +49,7 @@ def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
 
     @router.post("/load_lora_adapter")
     async def load(request: Request) -> Response:
-        wanted = _parse(LoadRequest, await read_body(request, max_body_bytes))
+        wanted = typed(LoadRequest, parse_object(await read_body(request, max_body_bytes)))
         if wanted.lora_name in served.model_names:
             raise InvalidRequest(f"{wanted.lora_name!r} is the model's name", param="lora_name")
         try:
@@ -64,13 +60,13 @@ def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
 
     @router.post("/unload_lora_adapter")
     async def unload(request: Request) -> Response:
-        wanted = _parse(UnloadRequest, await read_body(request, max_body_bytes))
+        wanted = typed(UnloadRequest, parse_object(await read_body(request, max_body_bytes)))
         await engine.unload_adapter(wanted.lora_name)
         return JSONResponse({"id": wanted.lora_name, "loaded": False})
 
     @router.post("/reload_weights")
     async def reload(request: Request) -> Response:
-        wanted = _parse(ReloadRequest, await read_body(request, max_body_bytes))
+        wanted = typed(ReloadRequest, parse_object(await read_body(request, max_body_bytes)))
         try:
             identity = await engine.reload_weights(wanted.path)
         except (ModelError, ModelNotFound, ConfigError) as error:
@@ -78,11 +74,3 @@ def weights_router(served: Served, max_body_bytes: int) -> APIRouter:
         return JSONResponse({"weights": identity})
 
     return router
-
-
-def _parse(kind: type[M], body: bytes) -> M:
-    fields = parse_object(body)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise first_fault(error, kind, fields) from None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pagoda.engine.params import SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
-from pagoda.server.faults import check_spelling, first_fault
+from pagoda.server.faults import check_spelling, typed
 from pagoda.server.openai.schema import MAX_SALT_CHARS, OWN_FIELDS, Int32, KVPolicyField, StopString, TierOptions
 from pagoda.server.passages import BlendOptions
 
@@ -85,7 +85,4 @@ def validate(kind: type[P], fields: Mapping[str, Any]) -> P:
         if value and not (isinstance(value, dict) and value.get("type") in harmless):
             raise InvalidRequest(f"{name}: not supported by this server", param=name)
     check_spelling(fields, kind.model_fields, (name for name in OWN_FIELDS if name in kind.model_fields))
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise first_fault(error, kind, fields) from None
+    return typed(kind, fields)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pagoda.engine.kv_retention import MAX_RANGES, Directive, KVRetention
 from pagoda.engine.params import BeamSearch, LeaseSpec, SamplingParams, TierUse
 from pagoda.errors import InvalidRequest
 from pagoda.server.errors import HttpError
-from pagoda.server.faults import check_spelling, first_fault
+from pagoda.server.faults import check_spelling, typed
 from pagoda.server.openai.breakpoints import PromptCacheOptions
 from pagoda.server.passages import BlendOptions
 
@@ -258,10 +258,7 @@ def validate(kind: type[R], fields: Mapping[str, Any]) -> R:
         message = "tool_choice may only be 'none' or 'auto': this server cannot force or parse tool calls."
         raise HttpError(400, "unsupported_parameter", message, param="tool_choice")
     check_spelling(fields, kind.model_fields, OWN_FIELDS)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise first_fault(error, kind, fields) from None
+    return typed(kind, fields)
 
 
 def check_token_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
