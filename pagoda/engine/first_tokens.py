@@ -107,7 +107,7 @@ class FirstRows:
             _singles([first.token for first in missing], taken, decoder.device),
             self._views,
             [0] * len(self._views),
-            adapters=_adapter_rows(list(missing.values()), decoder.device),
+            adapters=AdapterRows.of(list(missing.values()), decoder.device),
         )
         blocks = torch.tensor(taken, device=decoder.device)
         finite = self._views[-1].are_finite(blocks, torch.zeros_like(blocks)).tolist()
@@ -136,11 +136,3 @@ def _singles(tokens: Sequence[int], blocks: Sequence[int], device: torch.device)
         slot_mapping=(ids.long(),),
         logits_rows=torch.empty(0, dtype=torch.int64, device=device),
     )
-
-
-def _adapter_rows(of_rows: Sequence[Adapter | None], device: torch.device) -> AdapterRows | None:
-    adapters = list(dict.fromkeys(adapter for adapter in of_rows if adapter is not None))
-    if not adapters:
-        return None
-    which = [-1 if adapter is None else adapters.index(adapter) for adapter in of_rows]
-    return AdapterRows(adapters, torch.tensor(which, device=device))

@@ -123,15 +123,11 @@ def adapter_rows(plan: Sequence[Rows], device: torch.device) -> AdapterRows | No
     """Which rows of a plan an adapter changes; None if there are none."""
     if all(rows.sample.request.adapter is None for rows in plan):
         return None
-    adapters: dict[Adapter, int] = {}
-    which = []
+    of_rows: list[Adapter | None] = []
     for rows in plan:
-        adapter, first = rows.sample.request.adapter, rows.sample.request.scope.adapter_from
-        of_rows = np.full(rows.stop - rows.start, -1, dtype=np.int64)
-        if adapter is not None and rows.stop > first:
-            of_rows[max(0, first - rows.start) :] = adapters.setdefault(adapter, len(adapters))
-        which.append(of_rows)
-    return AdapterRows(list(adapters), torch.from_numpy(np.concatenate(which)).to(device)) if adapters else None
+        first = min(max(rows.start, rows.sample.request.scope.adapter_from), rows.stop)
+        of_rows += [None] * (first - rows.start) + [rows.sample.request.adapter] * (rows.stop - first)
+    return AdapterRows.of(of_rows, device)
 
 
 class ModelRunner:

@@ -95,6 +95,13 @@ class AdapterRows:
         self._which = which
         self._rows = [torch.nonzero(which == index).flatten() for index in range(len(adapters))]
 
+    @classmethod
+    def of(cls, of_rows: Sequence[Adapter | None], device: torch.device) -> AdapterRows | None:
+        """The rows of a step by the adapter of each; None if none has one."""
+        places = {adapter: place for place, adapter in enumerate(dict.fromkeys(filter(None, of_rows)))}
+        which = [-1 if adapter is None else places[adapter] for adapter in of_rows]
+        return cls(list(places), torch.tensor(which, dtype=torch.int64, device=device)) if places else None
+
     def select(self, rows: torch.Tensor) -> AdapterRows:
         """What remains when only `rows` go on."""
         return AdapterRows(self._adapters, self._which[rows])
