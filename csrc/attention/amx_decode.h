@@ -267,21 +267,15 @@ inline bool suits_decode(const AttentionArgs& a, const Tile& t) {
 }
 
 inline void decode_attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     const DecodeScratch s(memory, head_dim);
     const TileConfig configured(rows > kBand ? kWideBandTiles : kBandTiles);
     pack_few_queries(a, t, s.queries);
-    memset(s.acc, 0, all_rows * head_dim * sizeof(float));
-    for (int64_t r = 0; r < all_rows; r++) {
-        s.top[r] = -INFINITY;
-        s.sum[r] = 0;
-    }
+    start_rows(t.num_kv_heads * rows, head_dim, s.acc, s.top, s.sum);
     for (const Stretch& stretch : stretches(a, t)) {
         with_tile_source(stretch, [&]<typename Source>() { decode_stretch<Source>(a, t, stretch, s); });
     }
-    for (int64_t r = 0; r < all_rows; r++) {
-        finish_row<bf16>(a, t, (int)(r / rows), r % rows, s.acc + r * head_dim, s.top[r], s.sum[r]);
-    }
+    finish_rows<bf16>(a, t, s.acc, s.top, s.sum);
 }
 
 }  // namespace

@@ -153,15 +153,11 @@ inline void attend_few(const AttentionArgs& a, const Tile& t, const Stretch& str
 }
 
 inline void few_rows_attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     const FewScratch s(memory, head_dim);
     const TileConfig configured(kFewTiles);
     for (int h = 0; h < t.num_kv_heads; h++) load_queries<bf16>(a, t, t.kv_head + h, t.row_begin, rows, s.q + h * rows * head_dim);
-    memset(s.acc, 0, all_rows * head_dim * sizeof(float));
-    for (int64_t r = 0; r < all_rows; r++) {
-        s.top[r] = -INFINITY;
-        s.sum[r] = 0;
-    }
+    start_rows(t.num_kv_heads * rows, head_dim, s.acc, s.top, s.sum);
     for (const Stretch& stretch : stretches(a, t)) {
         if (in_codes(*stretch.keys) && in_codes(*stretch.values)) {
             attend_few(a, t, stretch, s);
@@ -170,9 +166,7 @@ inline void few_rows_attention(const AttentionArgs& a, const Tile& t, void* memo
             with_source<bf16>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, plain); });
         }
     }
-    for (int64_t r = 0; r < all_rows; r++) {
-        finish_row<bf16>(a, t, (int)(r / rows), r % rows, s.acc + r * head_dim, s.top[r], s.sum[r]);
-    }
+    finish_rows<bf16>(a, t, s.acc, s.top, s.sum);
 }
 
 int64_t tile_scratch_bytes(int64_t head_dim) { return larger(amx_scratch_bytes(head_dim), FewScratch::bytes(head_dim)); }

@@ -247,11 +247,7 @@ void amx_attention(const AttentionArgs& a, const Tile& t, void* memory) {
     const TileConfig configured;
     const int64_t padded_rows = (rows + kTileSide - 1) / kTileSide * kTileSide;
     pack_queries(a, t, s.q);
-    memset(s.acc, 0, padded_rows * head_dim * sizeof(float));
-    for (int64_t r = 0; r < padded_rows; r++) {
-        s.top[r] = -INFINITY;
-        s.sum[r] = 0;
-    }
+    start_rows(padded_rows, head_dim, s.acc, s.top, s.sum);
     for (const Stretch& stretch : stretches(a, t)) {
         with_tile_source(stretch, [&]<typename Source>() { amx_attend<Source>(a, t, stretch, s); });
     }

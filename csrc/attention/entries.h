@@ -8,6 +8,12 @@ namespace {
 
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
+// Where the outputs of a KV head's row are among those of all tokens and heads. `row` counts as a tile's rows do.
+inline int64_t output_of(const AttentionArgs& a, int64_t first_token_row, int kv_head, int64_t row) {
+    const int64_t group = a.num_heads / a.pool.num_kv_heads;
+    return (first_token_row + row / group) * a.num_heads + kv_head * group + row % group;
+}
+
 // Entries that are in one place. Where blocks are quantized when they are full (Pool::staged), a tile reads two: all blocks before
 // a row's own from the pool, and its own as it was.
 //

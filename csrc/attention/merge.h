@@ -1,14 +1,14 @@
 // Attention in parts becomes one: each part counts by its log-sum-exp.
 #pragma once
 
-#include "vec.h"
+#include "attention/entries.h"
 
 namespace pagoda::PAGODA_ISA {
 namespace {
 
 template <typename T>
 void merge_parts(const AttentionArgs& a, const Merge& m, const Part* parts) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    const int64_t head_dim = a.pool.head_dim;
     for (int64_t r = 0; r < m.row_end - m.row_begin; r++) {
         float top = -INFINITY, total = 0;
         for (int64_t p = 0; p < m.num_parts; p++) top = larger(top, parts[p].lse[r]);
@@ -26,7 +26,7 @@ void merge_parts(const AttentionArgs& a, const Merge& m, const Part* parts) {
             }
             total += sum(load(weights));
         }
-        const int64_t row = m.row_begin + r, to = (m.first_token_row + row / group) * a.num_heads + m.kv_head * group + row % group;
+        const int64_t to = output_of(a, m.first_token_row, m.kv_head, m.row_begin + r);
         T* out = (T*)a.out + to * head_dim;
         for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(merged + i) / total, lanes); });
         a.lse[to] = top + logf(total);

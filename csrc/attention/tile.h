@@ -211,7 +211,7 @@ inline void load_queries(const AttentionArgs& a, const Tile& t, int kv_head, int
 // Where row `r` of the tile's head `h` goes: the caller's output, or a part of a split context.
 template <typename T>
 inline void finish_row(const AttentionArgs& a, const Tile& t, int h, int64_t r, const float* acc, float top, float total) {
-    const int64_t group = a.num_heads / a.pool.num_kv_heads, head_dim = a.pool.head_dim;
+    const int64_t head_dim = a.pool.head_dim;
     const float inverse = total > 0 ? 1.0f / total : 0.0f;
     const float lse = total > 0 ? top * kLn2 + logf(total) : -INFINITY;
     if (t.partial_out) {
@@ -220,11 +220,24 @@ inline void finish_row(const AttentionArgs& a, const Tile& t, int h, int64_t r, 
         t.partial_lse[to] = lse;
         return;
     }
-    const int64_t row = t.row_begin + r;
-    const int64_t to = (t.first_token_row + row / group) * a.num_heads + (t.kv_head + h) * group + row % group;
+    const int64_t to = output_of(a, t.first_token_row, t.kv_head + h, t.row_begin + r);
     T* out = (T*)a.out + to * head_dim;
     for_each_vector(head_dim, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(acc + i) * inverse, lanes); });
     a.lse[to] = lse;
+}
+
+// All rows before they have seen anything, and after they have seen all; `acc` is [rows, padded head_dim].
+inline void start_rows(int64_t rows, int64_t head_dim, float* acc, float* top, float* sum) {
+    memset(acc, 0, rows * padded(head_dim) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        top[r] = -INFINITY;
+        sum[r] = 0;
+    }
+}
+template <typename T>
+inline void finish_rows(const AttentionArgs& a, const Tile& t, const float* acc, const float* top, const float* sum) {
+    const int64_t rows = t.row_end - t.row_begin, stride = padded(a.pool.head_dim);
+    for (int64_t r = 0; r < t.num_kv_heads * rows; r++) finish_row<T>(a, t, (int)(r / rows), r % rows, acc + r * stride, top[r], sum[r]);
 }
 
 // One stretch's part in what `s` accumulates.
@@ -270,28 +283,21 @@ inline void with_tile_source(const Stretch& s, Body body) {
 
 template <typename T>
 void attention(const AttentionArgs& a, const Tile& t, void* memory) {
-    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin, all_rows = t.num_kv_heads * rows;
+    const int64_t head_dim = a.pool.head_dim, rows = t.row_end - t.row_begin;
     const Scratch s(memory, head_dim);
     for (int h = 0; h < t.num_kv_heads; h++) {
         load_queries<T>(a, t, t.kv_head + h, t.row_begin, rows, s.q + h * rows * padded(head_dim));
     }
-    memset(s.acc, 0, all_rows * padded(head_dim) * sizeof(float));
-    for (int64_t r = 0; r < all_rows; r++) {
-        s.top[r] = -INFINITY;
-        s.sum[r] = 0;
-    }
+    start_rows(t.num_kv_heads * rows, head_dim, s.acc, s.top, s.sum);
     for (const Stretch& stretch : stretches(a, t)) {
         with_source<T>(stretch, [&]<typename Source>() { attend<Source>(a, t, stretch, s); });
     }
-    for (int64_t r = 0; r < all_rows; r++) {
-        finish_row<T>(a, t, (int)(r / rows), r % rows, s.acc + r * padded(head_dim), s.top[r], s.sum[r]);
-    }
+    finish_rows<T>(a, t, s.acc, s.top, s.sum);
 }
 
 template <typename T, typename Source>
 inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& stretch, const Scratch& s, int64_t row, int64_t rows) {
     const Tile& t = m.tile;
-    const int64_t group = a.num_heads / a.pool.num_kv_heads;
     Source source(a, t, stretch, s.widened);
     for (int64_t begin = stretch.begin, end; begin < stretch.end; begin = end) {
         end = tile_end(begin, stretch.end);
@@ -306,8 +312,7 @@ inline void add_mass(const AttentionArgs& a, const MassTile& m, const Stretch& s
             const Seen visible = seen(a, t, stretch, row + r, begin, end);
             if (visible.first >= visible.last) continue;
             mask(scores, visible, entries.count);
-            const int64_t index = (t.first_token_row + (row + r) / group) * a.num_heads + t.kv_head * group + (row + r) % group;
-            const float lse = a.lse[index] * kLog2E;
+            const float lse = a.lse[output_of(a, t.first_token_row, t.kv_head, row + r)] * kLog2E;
             for_each_vector(end - begin, [&](int64_t j, int64_t lanes) {
                 store_lanes(mass + j, load_lanes(mass + j, lanes) + exp2(load(scores + j) - lse), lanes);
             });
