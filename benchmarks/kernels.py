@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from benchmarks.thin import attention_decoder, decode_batch
+from benchmarks.thin import attention_decoder, step_batch
 from pagoda import kernels
 from pagoda.kernels import CompactMatrix, FirstTokens, Int8Matrix, KVView, Staging, backend_name
 from pagoda.kv.formats import default_block_size, parse_format
@@ -157,7 +157,7 @@ def bench_formats(
         blocks = requests * (context // size + 1)  # one more, for the token that is decoded
         views = filled_views(name, num_kv_heads, head_dim, blocks * size, size)
         decoder = attention_decoder(num_kv_heads, group, head_dim, len(views), context + 1)
-        batch = decode_batch(torch.randperm(blocks).to(torch.int32).view(requests, -1), size, context + 1)
+        batch = step_batch(torch.randperm(blocks).to(torch.int32).view(requests, -1), size, context, 1)
         return lambda: decoder.forward(batch, views, (0,) * len(views)), len(views)
 
     plain, plain_layers = attend("bf16")

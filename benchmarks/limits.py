@@ -33,13 +33,12 @@ import numpy as np
 import torch
 
 from benchmarks.machine import best_s, cpu_name, measure
-from benchmarks.thin import attention_decoder, decode_batch
+from benchmarks.thin import attention_decoder, step_batch
 from pagoda.engine.runner import layout_for
 from pagoda.kernels import KVView, backend_name, linear
 from pagoda.kv.allocator import Allocator, BlockIds
 from pagoda.kv.pool import BlockPool
 from pagoda.memory import host_memory
-from pagoda.model.batch import ForwardBatch
 from pagoda.model.decoder import Decoder
 from pagoda.model.loader import load_model
 
@@ -113,18 +112,7 @@ class Model:
     def case(self, name: str, tables: torch.Tensor, start: int, new: int, distinct_tokens: int) -> Case:
         """Every request computes `new` tokens after `start`; one row of each gets logits."""
         spec, requests = self.decoder.spec, len(tables)
-        positions = torch.arange(start, start + new)
-        slots = tables[:, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        starts = torch.arange(requests + 1) * new
-        batch = ForwardBatch(
-            token_ids=torch.randint(0, spec.vocab_size, (requests * new,)),
-            positions=positions.repeat(requests),
-            query_start=starts.to(torch.int32),
-            context_lens=torch.full((requests,), start + new, dtype=torch.int32),
-            block_tables=(tables,) * (max(self.groups) + 1),
-            slot_mapping=(slots.flatten(),) * (max(self.groups) + 1),
-            logits_rows=starts[1:] - 1,
-        )
+        batch = step_batch(tables, BLOCK, start, new, spec.vocab_size, max(self.groups) + 1)
         pairs = requests * sum(range(start + 1, start + new + 1))
         attention = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
         return Case(
@@ -170,7 +158,7 @@ def attention_cases(num_kv_heads: int, group: int, head_dim: int, context: int) 
         part.normal_()
 
     def case(kind: str, views: list[KVView], ids: torch.Tensor) -> Case:
-        batch = decode_batch(ids.to(torch.int32)[None], views[0].keys.shape[2], context)
+        batch = step_batch(ids.to(torch.int32)[None], views[0].keys.shape[2], context - 1, 1)
         return Case(
             f"attention, {num_kv_heads} x {group} x {head_dim}, {context:,} tokens, {kind}",
             lambda: decoder.forward(batch, views, layout.group_of_layer),

@@ -59,15 +59,19 @@ def attention_decoder(num_kv_heads: int, group: int, head_dim: int, layers: int,
     return Decoder(spec, DecoderWeights(embedding, (layer,) * layers, norm, embedding))
 
 
-def decode_batch(tables: torch.Tensor, block_size: int, context: int) -> ForwardBatch:
-    """One token of each request, whose blocks are a row of `tables`, int32: the last of `context` tokens."""
-    requests, at = len(tables), context - 1
+def step_batch(
+    tables: torch.Tensor, block_size: int, start: int, new: int, vocab_size: int = _THIN, num_groups: int = 1
+) -> ForwardBatch:
+    """The next `new` tokens after `start` of requests whose blocks are rows of `tables`, int32; logits of the last."""
+    requests, positions = len(tables), torch.arange(start, start + new)
+    slots = tables[:, positions // block_size].long() * block_size + positions % block_size
+    starts = torch.arange(requests + 1) * new
     return ForwardBatch(
-        token_ids=torch.zeros(requests, dtype=torch.int64),
-        positions=torch.full((requests,), at),
-        query_start=torch.arange(requests + 1, dtype=torch.int32),
-        context_lens=torch.full((requests,), context, dtype=torch.int32),
-        block_tables=(tables,),
-        slot_mapping=(tables[:, at // block_size].long() * block_size + at % block_size,),
-        logits_rows=torch.zeros(1, dtype=torch.int64),
+        token_ids=torch.randint(0, vocab_size, (requests * new,)),
+        positions=positions.repeat(requests),
+        query_start=starts.to(torch.int32),
+        context_lens=torch.full((requests,), start + new, dtype=torch.int32),
+        block_tables=(tables,) * num_groups,
+        slot_mapping=(slots.flatten(),) * num_groups,
+        logits_rows=starts[1:] - 1,
     )
