@@ -35,7 +35,6 @@ from pagoda.server.faults import typed
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import PrefixFields, read_prefix
 from pagoda.server.public_prefixes import PublicPrefixes
-from pagoda.server.state_file import not_saved
 
 MAX_PREFIXES = 10_000
 _PURGE_WAIT_S = 10.0
@@ -161,10 +160,7 @@ def admin_router(served: Served, public: PublicPrefixes, admin_key: str, max_bod
         if count is None:
             raise HttpError(404, "not_found", "This request is not among the last ones on this server.")
         served.caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
-        try:
-            await asyncio.to_thread(served.caches.save)
-        except OSError as error:
-            raise not_saved(error, "Purged, but a named cache may come back with the next start") from None
+        await served.caches.save_for_client("Purged, but a named cache may come back with the next start")
         return JSONResponse({"purged_blocks": count, **tiers})
 
     @router.post("/kv/publish")

@@ -37,7 +37,6 @@ from pagoda.server.ids import id_headers, name_answer
 from pagoda.server.named_caches import NamedCache, new_cache_id
 from pagoda.server.openai.respond import Served
 from pagoda.server.prefix import Fields, PrefixFields, read_prefix, tokens_of
-from pagoda.server.state_file import not_saved
 
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -82,12 +81,6 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
     router = APIRouter()
     engine, caches = served.engine, served.caches
 
-    async def save(outcome: str) -> None:
-        try:
-            await asyncio.to_thread(caches.save)
-        except OSError as error:
-            raise not_saved(error, outcome) from None
-
     async def refresh() -> None:
         """Forget caches whose lease somebody ended."""
         caches.keep_only(await engine.manage(lambda cache: cache.lease_names()))
@@ -103,7 +96,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         cache.held_tokens = output.leases[0].num_tokens
         try:
             caches.add(cache)
-            await save("Not cached")
+            await caches.save_for_client("Not cached")
         except Exception:
             caches.drop(cache.namespace, cache.id)
             await engine.manage(partial(_end, cache))
@@ -135,7 +128,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         cache = caches.get(namespace, cache_id)
         before, cache.expires_at = cache.expires_at, time.time() + seconds
         try:
-            await save("Not changed")
+            await caches.save_for_client("Not changed")
         except HttpError:
             cache.expires_at = before
             raise
@@ -148,7 +141,7 @@ def cache_router(served: Served, admin_key: str | None, max_body_bytes: int) -> 
         cache = caches.get(namespace, cache_id)
         caches.drop(namespace, cache_id)
         try:
-            await save("Not deleted")
+            await caches.save_for_client("Not deleted")
         except HttpError:
             caches.add(cache)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.server.errors import HttpError
-from pagoda.server.state_file import StateFile
+from pagoda.server.state_file import StateFile, not_saved
 
 MAX_CACHES = 256
 MAX_CHARS = 16 << 20
@@ -89,6 +90,17 @@ class NamedCaches:
                 caches = [cache for tenant in list(self._shelves) for cache in self._live(tenant).values()]
                 text = json.dumps([asdict(cache) for cache in caches])
             self._file.save(text)
+
+    async def save_for_client(self, outcome: str) -> None:
+        """Write the file for a client's change.
+
+        Raises:
+            HttpError: 503, it cannot be written, and `outcome` is what came of the change.
+        """
+        try:
+            await asyncio.to_thread(self.save)
+        except OSError as error:
+            raise not_saved(error, outcome) from None
 
     def unheld(self) -> list[NamedCache]:
         """Caches of an earlier run whose prefixes are not leased again yet."""
